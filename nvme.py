@@ -44,7 +44,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def empty(nbytes):
-    """A 1-D uint8 CPU tensor fit for O_DIRECT: starts on a block, `nbytes` rounded up to blocks."""
+    """A 1-D uint8 CPU tensor fit for O_DIRECT: starts on a block, `nbytes` rounded up."""
     nbytes += -nbytes % BLOCK
     raw = torch.empty(nbytes + BLOCK, dtype=torch.uint8)
     return raw.narrow(0, -raw.data_ptr() % BLOCK, nbytes)
@@ -60,7 +60,7 @@ class Disk:
     """
 
     def __init__(self, path, threads=4, piece=PIECE, direct=True):
-        """`piece`: bytes per system call; `direct`: use O_DIRECT. OSError if there is no folder."""
+        """`piece`: bytes per system call; `direct`: use O_DIRECT. OSError without a folder."""
         if threads < 1 or piece < BLOCK or piece % BLOCK:
             raise ValueError(f"needs a thread and whole blocks, not {threads=}, {piece=}")
         root = os.path.abspath(path)
@@ -86,7 +86,8 @@ class Disk:
         with pool.cond:
             pool.check_open()
             try:
-                fds.append(os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=pool.folder))
+                new = flags | os.O_CREAT | os.O_EXCL
+                fds.append(os.open(name, new, 0o600, dir_fd=pool.folder))
                 _claim_space(fds[0], nbytes)
                 fds.append(_open_direct(name, flags, self._direct, pool.folder))
             except OSError as error:
@@ -123,11 +124,11 @@ class File:
         self._lost = []  # (start, stop, failure) of failed writes: neither old nor new bytes there
 
     def read(self, tensor, offset):
-        """Start to fill `tensor` with the bytes from `offset` on; leave it alone until `wait()`."""
+        """Start to fill `tensor` with the bytes from `offset` on; leave it alone till `wait()`."""
         return self._pool.submit(Transfer(self, False, tensor, offset))
 
     def write(self, tensor, offset):
-        """Start to write the bytes of `tensor` at `offset`; do not change it until `wait()`."""
+        """Start to write the bytes of `tensor` at `offset`; do not change it till `wait()`."""
         return self._pool.submit(Transfer(self, True, tensor, offset))
 
     def _check(self, transfer):
@@ -171,7 +172,7 @@ class Transfer:
         return self.ended
 
     def wait(self):
-        """Return when all bytes have moved; OSError names file, operation, offset, bytes, cause."""
+        """Return when all bytes have moved; OSError names file, operation, offset, bytes."""
         pool, path = self.file._pool, self.file.path
         with pool.cond:
             while not self.ended:
@@ -271,7 +272,6 @@ class _Pool:
         while piece := self._take():
             transfer, start, stop = piece
             self._finish(transfer, *transfer.move(start, stop))
-            del piece, transfer  # an idle thread keeps no buffer
 
     def _take(self):
         """The next piece to move, or None when the thread is to end."""
@@ -353,7 +353,7 @@ def _open_direct(name, flags, direct, folder):
 
 
 def _claim_folder(root):
-    """Remove dead runs' folders from `root`, make a new one; returns path and locked descriptor."""
+    """Remove dead runs' folders from `root`, make a new one; its path and locked descriptor."""
     with contextlib.suppress(FileExistsError):  # a file? the next line has the better message
         os.makedirs(root, exist_ok=True)
     parent = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
@@ -384,7 +384,7 @@ def _remove_if_dead(parent, name):
 
 def _empty_folder(folder):
     for name in os.listdir(folder):
-        with contextlib.suppress(OSError):  # a folder in it is not ours: it stays, and so the whole
+        with contextlib.suppress(OSError):  # a folder in it is not ours: all stays
             os.unlink(name, dir_fd=folder)  # a link is removed, not followed
 
 
@@ -401,8 +401,8 @@ _pools = weakref.WeakSet()
 
 
 def _forget_in_child():
-    # A forked child has our descriptors but not our threads. Left open, they would keep the lock of
-    # a killed run and the space of a closed one for as long as the child lives.
+    # A forked child has our descriptors but not our threads. Left open, they would keep the lock
+    # of a killed run and the space of a closed one for as long as the child lives.
     for pool in list(_pools):
         pool.cond = threading.Condition(threading.RLock())  # a lost thread may hold the old one
         for fd in pool.fds if pool.folder is None else [*pool.fds, pool.folder]:
