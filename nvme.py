@@ -358,17 +358,20 @@ def _claim_folder(root):
         os.makedirs(root, exist_ok=True)
     parent = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _lock(parent, fcntl.LOCK_EX)  # one at a time: made but not yet locked looks dead
         for name in filter(_NAME.fullmatch, os.listdir(parent)):
             with contextlib.suppress(OSError):  # a link, a file, or gone meanwhile
                 _remove_if_dead(parent, name)
-        path = tempfile.mkdtemp(".run", "zero-nvme-", root)  # mode 0o700
-        folder = os.open(path, _FOLDER)
-        _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return path, folder
     finally:
-        _lock(parent, fcntl.LOCK_UN)  # close() is not enough if a child was forked meanwhile
         os.close(parent)
+    while True:
+        path = tempfile.mkdtemp(".run", "zero-nvme-", root)  # mode 0o700
+        # Until it is locked it looks dead, and another start may remove it: then make another.
+        with contextlib.suppress(FileNotFoundError):
+            folder = os.open(path, _FOLDER)
+            _lock(folder, fcntl.LOCK_EX)
+            if os.path.exists(path):
+                return path, folder
+            os.close(folder)
 
 
 def _remove_if_dead(parent, name):

@@ -34,6 +34,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import warnings
 import weakref
 import zlib
 from collections import deque
@@ -671,7 +672,7 @@ class NvmeShard(Shard):
         out.copy_(self._arrive())
 
     def write(self, start, values, later=False):
-        """Start writing FP32 `values` at `start`; `settle` waits. Disk is not memory: there is no `later`."""
+        """Start writing FP32 `values` at `start`; `settle` waits. A disk has no `later`."""
         self.coming = None  # what was read ahead is old now
         buffer = nvme.empty(values.numel() * self.dtype.itemsize)
         piece = buffer[: values.numel() * self.dtype.itemsize]
@@ -1114,3 +1115,218 @@ def check_model(ranks, named, group_of, optimizer_class):
         for a, b in itertools.zip_longest(seen[0][1], theirs):
             if a != b:
                 raise ValueError(f"the model differs: rank 0 has {a}, rank {rank} has {b}")
+
+
+# ---- what every stage has besides its mechanism --------------------------------------------------
+
+
+class Sharded(torch.optim.Optimizer):
+    """What a stage has besides its mechanism: state that moves, reports, refusals, and the end.
+
+    A stage brings `_build`, `every` (all buckets, those of frozen parameters too), and `_pieces`
+    and `_whole`: lists of buckets, and a context in which the buckets of such a list are whole.
+    """
+
+    def add_param_group(self, param_group):
+        """Add a group as torch does; its parameters belong to the model. After construction this
+        is collective: state and weights are carried over into a new partition."""
+        carried = self.state_dict() if self._built else None
+        if carried:
+            self._unbuild()
+        super().add_param_group(param_group)
+        own, params = {id(p) for p in self.model.parameters()}, self.param_groups[-1]["params"]
+        if len({id(p) for p in params}) < len(params):
+            raise ValueError("param_groups: a parameter is listed twice in one group; list it once")
+        if any(id(p) not in own for p in params):
+            raise ValueError("param_groups: a parameter is not one of model.parameters()")
+        if carried:
+            self._build()
+            fresh = self.state_dict()
+            carried["master"] = fresh["master"] | carried["master"]
+            carried["param_groups"] = fresh["param_groups"]
+            self.load_state_dict(carried)
+
+    def state_dict(self, rank0_only=False):
+        """Everything needed to go on, free of stage, rank count, buckets, dtype and offload, as
+        full FP32 tensors on the CPU: {"state": {name: {...}}, "master": {name: tensor},
+        "param_groups", counters}. With `rank0_only` the other ranks get {}. Collective.
+
+        Raises RuntimeError in the middle of a window, whose sums would be lost.
+        """
+        self._finish_backward()
+        if self._calls:
+            raise RuntimeError(
+                f"state_dict() in the middle of a window would lose {self._calls} backward "
+                "call(s): step() or zero_grad() first"
+            )
+        self.ranks.agree("state_dict")
+        return collect_state(self, rank0_only)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Take rank 0's `state_dict` (the others may give {}), from any stage, rank count and
+        offload. Without "master" the weights stay: so a plain torch optimizer's state, keyed by
+        name, can be loaded. Drops the window. Collective.
+
+        Raises ValueError that lists every entry that does not fit; nothing is changed then.
+        """
+        restore_state(self, state_dict)
+        self.zero_grad()
+        self._refresh_weights(set(self.names))
+
+    @torch.no_grad()
+    def model_state_dict(self):
+        """The full model, {name: CPU tensor} as `model.state_dict()` has it. Collective."""
+        self.ranks.agree("model_state_dict")
+        values = {}
+        for buckets in self._pieces():
+            with self._whole(buckets):
+                for param in itertools.chain(*(bucket.params for bucket in buckets)):
+                    values[id(param)] = param.detach().cpu().clone()
+        tensors = self.model.state_dict(keep_vars=True).items()
+        return {
+            n: values[id(t)] if id(t) in values else t.detach().cpu().clone() for n, t in tensors
+        }
+
+    @torch.no_grad()
+    def load_model_state_dict(self, state_dict):
+        """Load rank 0's full model (the others may give {}): weights, buffers and FP32 masters.
+        Raises ValueError that lists what is missing, extra or misshapen. Collective."""
+        ours = self.model.state_dict(keep_vars=True)
+        with self.ranks.together("load_model_state_dict"):
+            if self.ranks.rank == 0:
+                problems = [f"{n} is missing" for n in ours.keys() - state_dict.keys()]
+                problems += [f"{n} is not in the model" for n in state_dict.keys() - ours.keys()]
+                for name in ours.keys() & state_dict.keys():
+                    if ours[name].shape != state_dict[name].shape:
+                        shapes = (*state_dict[name].shape,), (*ours[name].shape,)
+                        problems.append(f"{name} is {shapes[0]}, not {shapes[1]}")
+                if problems:
+                    raise ValueError("load_model_state_dict: " + "; ".join(sorted(problems)))
+        for buckets in self._pieces():
+            with self._whole(buckets):
+                if self.ranks.rank == 0:
+                    for bucket in buckets:
+                        for name, param in zip(bucket.names, bucket.params, strict=True):
+                            param.data.copy_(state_dict[name])
+                self._publish(buckets, source=0)
+        for name, buffer in self.model.named_buffers():
+            if self.ranks.rank == 0 and name in state_dict:
+                buffer.copy_(state_dict[name])
+            self.ranks.broadcast(buffer)
+
+    def _publish(self, buckets, source):
+        # Full parameters as rank `source` has them reach every rank, its slice and its masters.
+        for bucket in buckets:
+            self.ranks.broadcast(bucket.flat, source)
+            if bucket.part is not None:
+                bucket.part.write({"master": bucket.flat[bucket.mine]})
+            else:
+                bucket.home.write(0, bucket.flat[bucket.mine])
+                bucket.home.settle()
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def gathered(self, modifier_rank=None):
+        """Full parameters are readable inside. With a modifier rank, its edits reach all ranks and
+        the masters; without one an edit is undone and raises RuntimeError on all. Collective."""
+        with self._whole(self.every):
+            before = [bucket.flat.clone() for bucket in self.every]
+            whole = [bucket.flat for bucket in self.every]
+            try:
+                with self.ranks.together("gathered"):
+                    yield
+                    if modifier_rank is None and not all(map(same_bits, whole, before)):
+                        raise RuntimeError(
+                            "parameters were edited inside gathered() without a modifier_rank: say "
+                            "whose edits count, as in gathered(modifier_rank=0)"
+                        )
+            except BaseException:
+                for flat, old in zip(whole, before, strict=True):
+                    flat.copy_(old)
+                raise
+            if modifier_rank is not None:
+                self._publish(self.every, modifier_rank)
+
+    def memory(self):
+        """Live bytes of this rank: {"device"|"host"|"nvme": {"params", "grads", "optimizer"}}."""
+        held = {tier: {"params": 0, **kinds} for tier, kinds in self.tier.memory().items()}
+        for bucket in self.every:
+            for kind, tensor in (("params", bucket.flat), ("grads", bucket.grad)):
+                if tensor is not None:
+                    held["device"][kind] += tensor.untyped_storage().nbytes()
+        return held
+
+    def was_step_applied(self):
+        """Whether the last `step()` changed the parameters."""
+        return self._applied
+
+    def _unbuild(self):
+        for hook in self._hooks:
+            hook.remove()
+        for buckets in self._pieces():
+            with self._whole(buckets):
+                params = list(itertools.chain(*(bucket.params for bucket in buckets)))
+                values = [param.data.clone() for param in params]
+            for param, value in zip(params, values, strict=True):
+                self._plain(param)
+                param.data, param.grad = value, None
+        self.tier.close()
+        self.buckets = self.every = []
+
+    def close(self):
+        """Hooks off, threads ended, files gone; the model is a plain, full module again."""
+        if self._dead != "closed":
+            self._settle()
+            self._unbuild()
+            self._dead = "closed"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def _check_alive(self):
+        if self._dead:
+            raise RuntimeError(f"this optimizer cannot go on: {self._dead}; construct a new one")
+        if self._spoiled:
+            raise RuntimeError(f"{self._spoiled}: call zero_grad() to drop its window and go on")
+        for name, param in self.frozen.items():
+            if param.requires_grad and name not in self._idle:
+                raise RuntimeError(
+                    f"{name} was frozen at construction and requires a gradient now, but has no "
+                    "optimizer state: freeze it again, or construct the optimizer anew"
+                )
+
+    def _check_scaled(self):
+        due = f"the loss scale {self.loss_scale:g}" if self.loss_scale != 1.0 else None
+        if self.managed and self.accumulation_steps > 1:
+            due = due or f"1/{self.accumulation_steps} for gradient accumulation"
+        if due and not self._announced:
+            self._clear_grads()
+            raise RuntimeError(
+                f"plain loss.backward() would leave out {due}: call zero.backward(loss), or scale "
+                "it yourself and call zero.scale(loss).backward()"
+            )
+
+    def _check_counting(self):
+        if self.managed and 1 < self.accumulation_steps <= self._calls_since_step:
+            self._warn(
+                f"managed mode counts step() calls, and {self._calls_since_step} backward calls "
+                "came since the last one: call step() after every backward; to decide yourself when "
+                "a window ends, use managed_gradient_accumulation=False"
+            )
+        self._calls_since_step = 0
+
+    def _check_dropping(self):
+        if self.managed and self.accumulation_steps > 1 and self._calls and not self._spoiled:
+            self._warn(
+                "zero_grad() in the middle of a managed window drops its gradients; a loop that "
+                "calls it after every micro-batch never trains, and step() ends windows by itself"
+            )
+
+    def _warn(self, text):
+        if text[:16] not in self._warned:  # once
+            self._warned.add(text[:16])
+            warnings.warn(text, stacklevel=4)

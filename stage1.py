@@ -1,8 +1,35 @@
 """ZeRO stage 1: optimizer state is sharded, gradients and parameters are whole.
 
-    torchrun --nproc-per-node 2 stage1.py --mode unmanaged --offload cpu
+    torchrun --nproc-per-node 2 stage1.py --mode unmanaged --offload cpu     (or: python stage1.py)
 
-HEADER
+One bucket of parameters, laid end to end and padded, and N = 2 ranks:
+
+    bucket        [......w1......|...w2...|........w3........|pad]
+    slices        [          rank 0           |          rank 1          ]
+    parameters      both ranks hold all of it
+    gradients       both ranks hold all of it, from the first backward to the boundary
+    FP32 state      rank 0 its slice          |  rank 1 its slice
+
+    window        backward | backward | ... | boundary                       | step
+                  sums grow on each rank    | reduce-scatter, norm, overflow | update, all-gather
+
+Bytes on a rank for each parameter, Adam: bf16 model 2 + 4 while a window is open + 12/N; FP32 model
+4 + 4 + 8/N, since an FP32 slice is its own master. (ZeRO paper, arXiv 1910.02054, section 5.1:
+gradients in 2 bytes there, `grad_accum_dtype` here.)
+Bytes sent in a window of m backwards, in parameter bytes x (N-1)/N: reduce-scatter 1, all-gather 1
+(section 7.2.1), however large m is. Gradients travel in `reduce_dtype`, FP32 by default.
+
+Read first, as data flows: `Bucket.take`, `_on_gradient`, `_reduce_pending`,
+`finalize_gradient_accumulation_boundary`, `step`, `_update`, `_refresh_weights`. Then
+`diff stage1.py stage2.py`: when gradients are reduced is all the difference.
+
+    here                                       DeepSpeed, runtime/zero/stage_1_and_2.py
+    Bucket, _fill                              flatten_dense_tensors_aligned
+    _reduce_pending, _start_reduce             reduce_gradients, average_tensor
+    finalize_gradient_accumulation_boundary    scaled_global_norm, has_overflow
+    _update (offload.Tier.update)              unscale_and_clip_grads, _optimizer_step
+    _refresh_weights                           all_gather_dp_groups
+    is_/set_gradient_accumulation_boundary     the same names, runtime/engine.py
 """
 
 from __future__ import annotations
@@ -11,7 +38,6 @@ import contextlib
 import itertools
 import logging
 import math
-import warnings
 import weakref
 from collections import Counter, deque
 
@@ -19,7 +45,7 @@ import torch
 from torch.profiler import record_function
 
 import offload
-from offload import Ranks, RanksDisagree, Shard
+from offload import Ranks, RanksDisagree, Shard, Sharded
 
 log = logging.getLogger("zero")
 
@@ -38,7 +64,8 @@ class Bucket:
         self.grad = None  # the full gradient (numel,), while there is one
         self.written = set()  # indices of the parameters whose gradient is in it
         self.waiting = set()  # indices whose gradient has not come in this backward yet
-        self.part = None  # this rank's FP32 slice: an offload.Partition
+        self.flat = None  # the full parameters (numel,), while they are here
+        self.home = self.part = None  # this rank's slice of them, and its FP32 state
 
     def views(self, flat):
         """[(parameter, its view of `flat` (numel,))], in order."""
@@ -47,12 +74,14 @@ class Bucket:
 
     def cuts(self, group_of):
         """[(name, param group, start, end)]: the parts of parameters in this rank's slice."""
+        cuts, first = [], self.mine.start
         for name, a, b in zip(self.names, self.offsets, self.offsets[1:], strict=False):
-            low, high = max(a, self.mine.start), min(b, self.mine.stop)
+            low, high = max(a, first), min(b, self.mine.stop)
             if low < high:
-                yield name, group_of[name], low - self.mine.start, high - self.mine.start
+                cuts.append((name, group_of[name], low - first, high - first))
             elif a == b:  # an empty parameter: every rank counts its steps
-                yield name, group_of[name], 0, 0
+                cuts.append((name, group_of[name], 0, 0))
+        return cuts
 
     def take(self, index, mean, dtype):
         """Move `p.grad` into the flat gradient, times `mean` = 1/N: the mean over ranks is taken
@@ -88,7 +117,7 @@ class Bucket:
     # --- end ---
 
 
-class ZeroStage1(torch.optim.Optimizer):
+class ZeroStage1(Sharded):
     """A `torch.optim.Optimizer` over the parameters of `model`, ZeRO stage 1.
 
     Collective: every rank constructs it with the same model and arguments, and rank 0's weights
@@ -143,46 +172,30 @@ class ZeroStage1(torch.optim.Optimizer):
 
     def _build(self):
         """Name the parameters, lay the trainable ones into buckets, give slices to the tier."""
-        named = dict(self.model.named_parameters())
+        self.named = dict(self.model.named_parameters())
         groups = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        self.group_of = {n: groups[id(p)] for n, p in named.items() if id(p) in groups}
-        offload.check_model(self.ranks, named, self.group_of, self.optimizer_class)
-        self.trainable = {n: p for n, p in named.items() if n in self.group_of and p.requires_grad}
-        self.frozen = {n: p for n, p in named.items() if n not in self.trainable}
+        self.group_of = {n: groups[id(p)] for n, p in self.named.items() if id(p) in groups}
+        offload.check_model(self.ranks, self.named, self.group_of, self.optimizer_class)
+        self.trainable = {
+            n: p for n, p in self.named.items() if n in self.group_of and p.requires_grad
+        }
+        self.frozen = {n: p for n, p in self.named.items() if n not in self.trainable}
         self.names = list(self.trainable)
         self._idle = {n for n, p in self.frozen.items() if p.requires_grad}  # in no param group
         self.tier = offload.make_tier(
             self.offload_optimizer, self.device, self.optimizer_class, self.param_groups,
             self.accum_dtype, self.traffic,
         )  # fmt: skip
-        self.buckets, self._hooks, self._in_flight, self._tasks = [], [], deque(), set()
+        self.buckets, self.every, self._hooks = [], [], []
+        self._in_flight, self._tasks = deque(), set()
         self._open = self._explicit = self._announced = False
         self._spoiled = None
         self._partition()
-        self.ranks.words = 3 + max(len(self.names), len(self.buckets))
+        self.ranks.words = 5 + max(len(self.names), len(self.buckets))
         with self.ranks.together("construction"):
             self._claim()
         self._new_window()
         self._built = True
-
-    def add_param_group(self, param_group):
-        """Add a group as torch does; its parameters belong to the model. After construction this
-        is collective: state and weights are carried over into a new partition."""
-        carried = self.state_dict() if self._built else None
-        if carried:
-            self._unbuild()
-        super().add_param_group(param_group)
-        own, params = {id(p) for p in self.model.parameters()}, self.param_groups[-1]["params"]
-        if len({id(p) for p in params}) < len(params):
-            raise ValueError("param_groups: a parameter is listed twice in one group; list it once")
-        if any(id(p) not in own for p in params):
-            raise ValueError("param_groups: a parameter is not one of model.parameters()")
-        if carried:
-            self._build()
-            fresh = self.state_dict()
-            carried["master"] = fresh["master"] | carried["master"]
-            carried["param_groups"] = fresh["param_groups"]
-            self.load_state_dict(carried)
 
     # --- end ---
 
@@ -193,39 +206,52 @@ class ZeroStage1(torch.optim.Optimizer):
         managed = given["managed_gradient_accumulation"]
         if given["overlap_comm"] and not managed:
             raise ValueError(
-                "overlap_comm=True with managed_gradient_accumulation=False: stage 1 reduces once a "
-                "window, and unmanaged nobody knows which backward is the last, so there is nothing "
-                "to overlap with; leave overlap_comm out, or let the optimizer count (managed)"
+                "overlap_comm=True with managed_gradient_accumulation=False: stage 1 reduces once "
+                "a window, and unmanaged nobody knows which backward is the last, so there is "
+                "nothing to overlap with: leave overlap_comm out, or let the optimizer count"
             )
         self.overlap = managed and given["overlap_comm"] is not False
 
     def _partition(self):
+        for named in (self.trainable, self.frozen):
+            for names in self._fill(named):
+                bucket = Bucket(names, [named[n] for n in names], self.ranks)
+                kind = bucket.params[0].dtype
+                bucket.flat = torch.zeros(bucket.numel, dtype=kind, device=self.device)
+                for param, piece in bucket.views(bucket.flat):
+                    param.data = piece.copy_(param.data)  # from now on a view of the buffer
+                self.ranks.broadcast(bucket.flat)
+                bucket.home = Shard(bucket.flat[bucket.mine], self.tier.lanes)
+                self.every.append(bucket)
+                if named is self.trainable:
+                    bucket.part = self.tier.partition(bucket.home, bucket.cuts(self.group_of))
+                    self.buckets.append(bucket)
+                    self._hooks += [self._hook(bucket, i) for i in range(len(names))]
+        for buffer in self.model.buffers():
+            self.ranks.broadcast(buffer)
+
+    def _fill(self, named):
         # In backward the last parameters come first. One bucket per dtype is open at a time, and
         # buckets are numbered, and later reduced, in the order in which they fill up.
         filling, full = {}, []
-        for name, param in reversed(self.trainable.items()):
+        for name, param in reversed(named.items()):
             names = filling.setdefault(param.dtype, [])
-            size = sum(self.trainable[n].numel() for n in names)
-            if names and size + param.numel() > self.bucket_size:
+            if names and sum(named[n].numel() for n in names) + param.numel() > self.bucket_size:
                 full.append(filling.pop(param.dtype))
             filling.setdefault(param.dtype, []).append(name)
-        for names in [*full, *filling.values()]:
-            bucket = Bucket(names, [self.trainable[n] for n in names], self.ranks)
-            bucket.flat = torch.zeros(
-                bucket.numel, dtype=bucket.params[0].dtype, device=self.device
-            )
-            for param, piece in bucket.views(bucket.flat):
-                param.data = piece.copy_(param.data)  # from now on a view of the buffer
-            self.ranks.broadcast(bucket.flat)
-            home = Shard(bucket.flat[bucket.mine], self.tier.lanes)
-            bucket.part = self.tier.partition(home, list(bucket.cuts(self.group_of)))
-            self.buckets.append(bucket)
-            self._hooks += [self._hook(bucket, i) for i in range(len(names))]
-        for tensor in [*self.frozen.values(), *self.model.buffers()]:
-            self.ranks.broadcast(tensor.data)
+        return full + list(filling.values())
 
     def _claim(self):
         self.tier.open()
+
+    def _pieces(self):
+        return [self.every]  # parameters are whole, always
+
+    def _whole(self, buckets):
+        return contextlib.nullcontext()
+
+    def _plain(self, param):
+        pass
 
     # --- same in every stage: gradients arrive ---
     def _hook(self, bucket, index):
@@ -326,9 +352,12 @@ class ZeroStage1(torch.optim.Optimizer):
     def _reduce_ready(self):
         # Start each bucket that is complete and has no incomplete one before it: the same order on
         # all ranks, in whatever order their gradients come.
-        while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+        while self._is_ready(self._next):
             self._start_reduce(self.buckets[self._next])
             self._next += 1
+
+    def _is_ready(self, index):
+        return index < len(self.buckets) and not self.buckets[index].waiting
 
     def _start_reduce(self, bucket):
         with record_function("zero/reduce_scatter"):
@@ -355,7 +384,8 @@ class ZeroStage1(torch.optim.Optimizer):
         if votes[:, 1].any():
             self._settle()
             self._spoiled = "the last backward failed"
-            return self.ranks.disagree("backward", error)
+            self.ranks.disagree("backward", error)
+            return
         for i, bucket in enumerate(self.buckets):
             vote = votes[:, 3 + i].max()
             if vote == 2 or (vote == 1 and i >= farthest):
@@ -481,17 +511,9 @@ class ZeroStage1(torch.optim.Optimizer):
                 "step skipped: gradient norm %s, loss scale %g -> %g", norm, old, self.loss_scale
             )
 
-    def was_step_applied(self):
-        """Whether the last `step()` changed the parameters."""
-        return self._applied
-
     def zero_grad(self, set_to_none=True):
         """Drop the window, wherever its sums live. Also the way on after a failed backward."""
-        if self.managed and self.accumulation_steps > 1 and self._calls and not self._spoiled:
-            self._warn(
-                "zero_grad() in the middle of a managed window drops its gradients; a loop that "
-                "calls it after every micro-batch never trains, and step() ends windows by itself"
-            )
+        self._check_dropping()
         if self._open:  # a plain backward raised here, and the other ranks wait for its end
             self._end_backward(RuntimeError("backward was given up"))
         self._settle()
@@ -523,144 +545,8 @@ class ZeroStage1(torch.optim.Optimizer):
             for wait in [self.ranks.all_gather(bucket.flat) for bucket in touched]:
                 wait()
 
-    # --- same in every stage: state ---
-    def state_dict(self, rank0_only=False):
-        """Everything needed to go on, free of stage, rank count, buckets, dtype and offload, as
-        full FP32 tensors on the CPU: {"state": {name: {...}}, "master": {name: tensor}, "param_groups",
-        counters}. With `rank0_only` the other ranks get {}. Collective.
 
-        Raises RuntimeError in the middle of a window, whose sums would be lost.
-        """
-        self._finish_backward()
-        if self._calls:
-            raise RuntimeError(
-                f"state_dict() in the middle of a window would lose {self._calls} backward call(s)"
-                ": step() or zero_grad() first"
-            )
-        self.ranks.agree("state_dict")
-        return offload.collect_state(self, rank0_only)
+if __name__ == "__main__":
+    from notebooks.demo import main  # a small transformer, and this file's optimizer
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict):
-        """Take rank 0's `state_dict` (the others may give {}), from any stage, rank count and
-        offload. Without "master" the weights stay: so a plain torch optimizer's state, keyed by
-        name, can be loaded. Collective.
-
-        Raises ValueError that lists every entry that does not fit; nothing is changed then.
-        """
-        self.zero_grad()
-        offload.restore_state(self, state_dict)
-        self._refresh_weights(set(self.names))
-
-    # --- end ---
-
-    def model_state_dict(self):
-        """The full model, {name: CPU tensor} as `model.state_dict()` has it. Collective."""
-        return {n: t.detach().cpu().clone() for n, t in self.model.state_dict().items()}
-
-    def load_model_state_dict(self, state_dict):
-        """Load a full model (rank 0's) into weights, buffers and FP32 masters. Collective."""
-        with self.gathered(modifier_rank=0):
-            if self.ranks.rank == 0:
-                self.model.load_state_dict(state_dict)
-        for buffer in self.model.buffers():
-            self.ranks.broadcast(buffer.data)
-
-    @contextlib.contextmanager
-    @torch.no_grad()
-    def gathered(self, modifier_rank=None):
-        """Full parameters are readable inside. With a modifier rank, its edits reach all ranks and
-        the masters; without one an edit is undone and raises RuntimeError on all. Collective."""
-        frozen = [p.data for p in self.frozen.values()]
-        whole = [*(b.flat for b in self.buckets), *frozen]
-        before = [t.clone() for t in whole]
-        try:
-            with self.ranks.together("gathered"):
-                yield
-                if modifier_rank is None and not all(map(offload.same_bits, whole, before)):
-                    raise RuntimeError(
-                        "parameters were edited inside gathered() without a modifier_rank: say "
-                        "whose edits count, as in gathered(modifier_rank=0)"
-                    )
-        except BaseException:
-            for tensor, old in zip(whole, before, strict=True):
-                tensor.copy_(old)
-            raise
-        if modifier_rank is not None:
-            for tensor in whole:
-                self.ranks.broadcast(tensor, modifier_rank)
-            for bucket in self.buckets:
-                bucket.part.write({"master": bucket.flat[bucket.mine]})
-
-    def memory(self):
-        """Live bytes of this rank: {"device"|"host"|"nvme": {"params", "grads", "optimizer"}}."""
-        held = {tier: {"params": 0, **kinds} for tier, kinds in self.tier.memory().items()}
-        whole = [*(b.flat for b in self.buckets), *self.frozen.values()]
-        held["device"]["params"] += sum(t.untyped_storage().nbytes() for t in whole)
-        grads = [b.grad for b in self.buckets if b.grad is not None]
-        held["device"]["grads"] += sum(g.untyped_storage().nbytes() for g in grads)
-        return held
-
-    def _unbuild(self):
-        for hook in self._hooks:
-            hook.remove()
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.data, param.grad = param.data.clone(), None
-        self.tier.close()
-        self.buckets = []
-
-    # --- same in every stage: the end ---
-    def close(self):
-        """Hooks off, threads ended, files gone; the model is a plain, full module again."""
-        if self._dead != "closed":
-            self._settle()
-            self._unbuild()
-            self._dead = "closed"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.close()
-
-    # Refusals
-
-    def _check_alive(self):
-        if self._dead:
-            raise RuntimeError(f"this optimizer cannot go on: {self._dead}; construct a new one")
-        if self._spoiled:
-            raise RuntimeError(f"{self._spoiled}: call zero_grad() to drop its window and go on")
-        for name, param in self.frozen.items():
-            if param.requires_grad and name not in self._idle:
-                raise RuntimeError(
-                    f"{name} was frozen at construction and requires a gradient now, but has no "
-                    "optimizer state: freeze it again, or construct the optimizer anew"
-                )
-
-    def _check_scaled(self):
-        due = f"the loss scale {self.loss_scale:g}" if self.loss_scale != 1.0 else None
-        if self.managed and self.accumulation_steps > 1:
-            due = due or f"1/{self.accumulation_steps} for gradient accumulation"
-        if due and not self._announced:
-            self._clear_grads()
-            raise RuntimeError(
-                f"plain loss.backward() would leave out {due}: call zero.backward(loss), or scale "
-                "it yourself and call zero.scale(loss).backward()"
-            )
-
-    def _check_counting(self):
-        if self.managed and 1 < self.accumulation_steps <= self._calls_since_step:
-            self._warn(
-                f"{self._calls_since_step} backward calls since the last step(): managed mode "
-                "counts step() calls, so call it after every backward; to decide yourself when a window "
-                "ends, use managed_gradient_accumulation=False"
-            )
-        self._calls_since_step = 0
-
-    def _warn(self, text):
-        if text[:16] not in self._warned:
-            self._warned.add(text[:16])
-            warnings.warn(text, stacklevel=3)
-
-    # --- end ---
+    main(ZeroStage1)

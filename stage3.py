@@ -1,8 +1,39 @@
 """ZeRO stage 3: optimizer state, gradients and parameters are sharded.
 
-    torchrun --nproc-per-node 2 stage3.py --offload nvme --offload-param nvme
+    torchrun --nproc-per-node 2 stage3.py --offload nvme --offload-param nvme (or python stage3.py)
 
-HEADER
+A unit is a subtree of the model that fits a bucket. Its bucket of parameters, and N = 2 ranks:
+
+    bucket        [......w1......|...w2...|........w3........|pad]
+    slices        [          rank 0           |          rank 1          ]
+    parameters      rank 0 its slice          |  rank 1 its slice; whole while the unit computes
+    gradients       rank 0 its slice          |  rank 1 its slice; the whole bucket for a moment
+    FP32 state      rank 0 its slice          |  rank 1 its slice
+
+    forward       gather 0 | compute 0, gather 1 | release 0, compute 1, gather 2 | ...
+    backward      the same from the last unit to the first, and each bucket is reduced as it fills
+    boundary      norm, overflow     step: update the slices; nobody gathers before the next forward
+
+Bytes on a rank for each parameter, Adam: bf16 model 2/N + 4/N while a window is open + 12/N; FP32
+model 4/N + 4/N + 8/N; and the unit in use, the next one and those around them, whole. (ZeRO paper,
+arXiv 1910.02054, section 5.3; offload of parameters: ZeRO-Infinity, arXiv 2104.07857.)
+Bytes sent in a window of m backwards, in parameter bytes x (N-1)/N: reduce-scatter m, all-gather up
+to 2m (section 7.2.2 for m = 1): a backward that needs no weights of a unit does not gather it.
+
+Read first, as data flows: `_split`, `_enter`, `_need`, `_gather`, `_pack`, `_unpack`,
+`Bucket.take`, `_on_gradient`, `_vote`; the rest is as in stage 2.
+
+    here                                       DeepSpeed, runtime/zero/
+    Unit, _split                               Z3 leaf modules; buckets are made as gradients come
+    Released                                   partition_parameters.py: ZeroParamStatus, free_param
+    Released.__torch_function__                parameter_offload.py: ZeROOrderedDict
+    _enter, _leave                             pre_sub_module_forward_function and its post
+    _need, _vote, _gather, _release            PartitionedParameterCoordinator: fetch_sub_module
+    gathered                                   GatheredParameters
+    _on_gradient, _start_reduce                stage3.py: reduce_ready_partitions_and_remove_grads
+    offload.Partition.add                      stage3.py: partition_grads
+    finalize_gradient_accumulation_boundary    stage3.py: _get_norm_groups, has_overflow
+    _update (offload.Tier.update)              stage3.py: unscale_and_clip_grads, _optimizer_step
 """
 
 from __future__ import annotations
@@ -11,7 +42,6 @@ import contextlib
 import itertools
 import logging
 import math
-import warnings
 import weakref
 from collections import Counter, deque
 
@@ -21,7 +51,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 import offload
-from offload import Ranks, RanksDisagree
+from offload import Ranks, RanksDisagree, Sharded
 
 log = logging.getLogger("zero")
 
@@ -45,7 +75,8 @@ class Bucket:
         self.grad = None  # the full gradient (numel,), while there is one
         self.written = set()  # indices of the parameters whose gradient is in it
         self.waiting = set()  # indices whose gradient has not come in this backward yet
-        self.part = None  # this rank's FP32 slice: an offload.Partition
+        self.flat = None  # the full parameters (numel,), while they are here
+        self.home = self.part = None  # this rank's slice of them, and its FP32 state
 
     def views(self, flat):
         """[(parameter, its view of `flat` (numel,))], in order."""
@@ -54,12 +85,14 @@ class Bucket:
 
     def cuts(self, group_of):
         """[(name, param group, start, end)]: the parts of parameters in this rank's slice."""
+        cuts, first = [], self.mine.start
         for name, a, b in zip(self.names, self.offsets, self.offsets[1:], strict=False):
-            low, high = max(a, self.mine.start), min(b, self.mine.stop)
+            low, high = max(a, first), min(b, self.mine.stop)
             if low < high:
-                yield name, group_of[name], low - self.mine.start, high - self.mine.start
+                cuts.append((name, group_of[name], low - first, high - first))
             elif a == b:  # an empty parameter: every rank counts its steps
-                yield name, group_of[name], 0, 0
+                cuts.append((name, group_of[name], 0, 0))
+        return cuts
 
     def take(self, index, mean, dtype):
         """Move `p.grad` into the flat gradient, times `mean` = 1/N: the mean over ranks is taken
@@ -96,54 +129,50 @@ class Bucket:
 
 
 class Released(Parameter):
-    """What a parameter is while its unit is not gathered. Its shape is true and its values are NaN;
-    whoever computes with it gets the real values, by a gather on the spot.
-
-    Like `torch.nn.UninitializedParameter`, it changes its class when its values come.
-    """
+    """What a parameter is while its unit is not gathered: its shape is true, its values are NaN,
+    and whoever computes with it gathers the unit on the spot. Like `UninitializedParameter`
+    it becomes a plain Parameter again, by its class, when its values are here."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         name = func.__name__
-        if name in ("__get__", "__set__", "__delete__"):  # a property such as Tensor.shape
+        if name in ("__get__", "__set__", "__delete__"):  # of a property such as Tensor.shape
             name = func.__self__.__name__
-        if name in ABOUT:
+        if name in NEEDS_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                return func(*args, **(kwargs or {}))
         used = [p for p in tree_leaves((args, kwargs)) if isinstance(p, Released)]
-        if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "data"):
+        if name == "data" or name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__"):
             raise RuntimeError(
-                f"{used[0].zero_name} is sharded, and {name} on it would be lost or read nothing: "
-                "read and edit it inside `with zero.gathered(modifier_rank=...)`"
+                f"{used[0].zero_name} is sharded: {name!r} would miss its values or lose an edit; "
+                "use `with zero.gathered():`, and gathered(modifier_rank=...) to edit"
             )
         with used[0].zero()._in_use({p.unit for p in used}):
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
 
 
-# What can be asked of a parameter without its values.
-ABOUT = {
-    *("shape", "size", "dim", "ndim", "numel", "nelement", "dtype", "device", "layout", "is_leaf"),
-    *("requires_grad", "requires_grad_", "grad", "grad_fn", "is_cuda", "is_meta", "is_sparse"),
-    *("is_floating_point", "is_complex", "element_size", "itemsize", "get_device", "_version"),
-    *("register_hook", "register_post_accumulate_grad_hook", "_backward_hooks", "retains_grad"),
-    *("_post_accumulate_grad_hooks", "name", "__hash__", "is_contiguous", "stride", "nbytes"),
+NEEDS_NO_VALUES = {
+    *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous", "__hash__"),
+    *("dtype", "device", "layout", "itemsize", "nbytes", "element_size", "get_device", "name"),
+    *("is_floating_point", "is_complex", "is_cuda", "is_meta", "is_sparse", "is_leaf", "_version"),
+    *("requires_grad", "requires_grad_", "grad", "grad_fn", "retains_grad", "register_hook"),
+    *("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks", "_backward_hooks"),
 }
 
 
 class Unit:
-    """A module whose parameters are gathered and released together: a subtree that fits a bucket,
-    or the parameters that a larger module has itself. One bucket per dtype, frozen ones apart."""
+    """Parameters that are gathered and released together: those of a subtree that fits a bucket,
+    or those that a larger module holds itself. One bucket per dtype, and one for frozen ones."""
 
-    def __init__(self, name, module, index):
-        self.name, self.module, self.index = name, module, index
-        self.buckets = []
-        self.users = 0  # forwards under way
-        self.waits, self.full = [], False  # gathers under way; parameters are whole
-        self.node = None  # the backward node that asked for it last
+    def __init__(self, index, module):
+        self.index, self.module, self.buckets = index, module, []
+        self.users = 0  # forwards under way, and other uses
+        self.waits = []  # gathers under way
+        self.whole = False  # the parameters are views of gathered buffers
+        self.node = None  # the backward node that asked for it
 
 
-class ZeroStage3(torch.optim.Optimizer):
+class ZeroStage3(Sharded):
     """A `torch.optim.Optimizer` over the parameters of `model`, ZeRO stage 3.
 
     Collective: every rank constructs it with the same model and arguments, and rank 0's weights
@@ -198,46 +227,30 @@ class ZeroStage3(torch.optim.Optimizer):
 
     def _build(self):
         """Name the parameters, lay the trainable ones into buckets, give slices to the tier."""
-        named = dict(self.model.named_parameters())
+        self.named = dict(self.model.named_parameters())
         groups = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        self.group_of = {n: groups[id(p)] for n, p in named.items() if id(p) in groups}
-        offload.check_model(self.ranks, named, self.group_of, self.optimizer_class)
-        self.trainable = {n: p for n, p in named.items() if n in self.group_of and p.requires_grad}
-        self.frozen = {n: p for n, p in named.items() if n not in self.trainable}
+        self.group_of = {n: groups[id(p)] for n, p in self.named.items() if id(p) in groups}
+        offload.check_model(self.ranks, self.named, self.group_of, self.optimizer_class)
+        self.trainable = {
+            n: p for n, p in self.named.items() if n in self.group_of and p.requires_grad
+        }
+        self.frozen = {n: p for n, p in self.named.items() if n not in self.trainable}
         self.names = list(self.trainable)
         self._idle = {n for n, p in self.frozen.items() if p.requires_grad}  # in no param group
         self.tier = offload.make_tier(
             self.offload_optimizer, self.device, self.optimizer_class, self.param_groups,
             self.accum_dtype, self.traffic,
         )  # fmt: skip
-        self.buckets, self._hooks, self._in_flight, self._tasks = [], [], deque(), set()
+        self.buckets, self.every, self._hooks = [], [], []
+        self._in_flight, self._tasks = deque(), set()
         self._open = self._explicit = self._announced = False
         self._spoiled = None
         self._partition()
-        self.ranks.words = 3 + max(len(self.names), len(self.buckets))
+        self.ranks.words = 5 + max(len(self.names), len(self.buckets))
         with self.ranks.together("construction"):
             self._claim()
         self._new_window()
         self._built = True
-
-    def add_param_group(self, param_group):
-        """Add a group as torch does; its parameters belong to the model. After construction this
-        is collective: state and weights are carried over into a new partition."""
-        carried = self.state_dict() if self._built else None
-        if carried:
-            self._unbuild()
-        super().add_param_group(param_group)
-        own, params = {id(p) for p in self.model.parameters()}, self.param_groups[-1]["params"]
-        if len({id(p) for p in params}) < len(params):
-            raise ValueError("param_groups: a parameter is listed twice in one group; list it once")
-        if any(id(p) not in own for p in params):
-            raise ValueError("param_groups: a parameter is not one of model.parameters()")
-        if carried:
-            self._build()
-            fresh = self.state_dict()
-            carried["master"] = fresh["master"] | carried["master"]
-            carried["param_groups"] = fresh["param_groups"]
-            self.load_state_dict(carried)
 
     # --- end ---
 
@@ -245,107 +258,130 @@ class ZeroStage3(torch.optim.Optimizer):
         self.overlap = given["overlap_comm"] is not False
 
     def _partition(self):
-        # Units in the order of the model, buckets in the reverse: backward fills the last first.
         self.weights = offload.Weights(self.offload_param, self.device, self.traffic)
-        self._depth, self._saving, self._homes, self._after = 0, None, {}, {}
-        self._hot, self._last = [], None  # units whose parameters are here; the one used last
-        self.units = self._split(self.model)
-        for unit in self.units:
-            for key, names in unit.names.items():
-                trainable = key[1]
-                params = [self.trainable[n] if trainable else self.frozen[n] for n in names]
-                bucket = Bucket(names, params, self.ranks)
+        self._depth, self._saving, self._last = 0, None, None  # forwards around; hooks; unit used
+        self._hot, self._next_unit, self._storages = [], {}, {}
+        self.units = []
+        self._hooks += self._watch(self.model, None)
+        for module, names in self._split():
+            unit = Unit(len(self.units), module)
+            self.units.append(unit)
+            kinds = {}
+            for name in names:
+                param = self.named[name]
+                kinds.setdefault((param.dtype, name in self.trainable), []).append(name)
+            for (dtype, trainable), names in kinds.items():
+                bucket = Bucket(names, [self.named[n] for n in names], self.ranks)
                 bucket.unit, bucket.flat = (
                     unit,
-                    torch.zeros(bucket.numel, dtype=key[0], device=self.device),
+                    torch.zeros(bucket.numel, dtype=dtype, device=self.device),
                 )
-                for param, piece in bucket.views(bucket.flat):
+                for name, (param, piece) in zip(names, bucket.views(bucket.flat), strict=True):
                     piece.copy_(param.data)
-                for param, name in zip(params, names, strict=True):
                     param.unit, param.zero, param.zero_name = unit, weakref.ref(self), name
                 self.ranks.broadcast(bucket.flat)
                 bucket.home = self.weights.shard(bucket.flat[bucket.mine])
-                if trainable:
-                    bucket.part = self.tier.partition(bucket.home, list(bucket.cuts(self.group_of)))
-                    self._hooks += [self._hook(bucket, i) for i in range(len(names))]
-                    self.buckets.insert(0, bucket)
                 unit.buckets.append(bucket)
+                self.every.append(bucket)
+                if trainable:
+                    bucket.part = self.tier.partition(bucket.home, bucket.cuts(self.group_of))
+                    self.buckets.insert(0, bucket)  # backward fills the last unit first
+                    self._hooks += [self._hook(bucket, i) for i in range(len(names))]
             self._release(unit)
-            self._hooks += self._watch(unit.module, unit)
-        self._hooks += self._watch(self.model, None)  # last, so that it comes first
+            self._hooks += self._watch(module, unit)
         for buffer in self.model.buffers():
-            self.ranks.broadcast(buffer.data)
+            self.ranks.broadcast(buffer)
 
-    def _split(self, root):
-        """The units of a model. A module without a forward (a ModuleList) is never one: what it
-        holds itself belongs to the module around it."""
-        units, taken = [], set()
+    def _split(self):
+        """[(module, names)], the units. A subtree that fits a bucket is one, and so is a leaf
+        module. A module without a forward, such as a ModuleList, is none: what it holds itself
+        belongs to the module around it."""
+        name_of, taken, units = {id(p): n for n, p in self.named.items()}, set(), []
 
-        def new(name, module, params):
-            fresh = [(n, p) for n, p in params if id(p) not in taken]
-            if fresh:
-                unit = Unit(name, module, len(units))
-                unit.names = {}
-                for n, p in fresh:
-                    unit.names.setdefault((p.dtype, n in self.trainable), []).append(n)
-                units.append(unit)
-                taken.update(id(p) for _, p in fresh)
+        def fresh(module, recurse):
+            names = [name_of[id(p)] for p in module.parameters(recurse)]
+            names = [n for n in names if n not in taken]  # a tied one belongs to its first module
+            taken.update(names)
+            return names
 
-        def walk(name, module, around):
-            inside = [(n, p) for n, p in self._named(module, name) if id(p) not in taken]
+        def walk(module, around):
             runs = type(module).forward is not torch.nn.Module.forward
-            small = sum(p.numel() for _, p in inside) <= self.bucket_size
+            names = {name_of[id(p)] for p in module.parameters()} - taken
+            small = sum(self.named[n].numel() for n in names) <= self.bucket_size
             if runs and (small or isinstance(module, self.leaf_modules)):
-                return new(name, module, inside)
-            own = around if not runs else []
-            own += self._named(module, name, recurse=False)
-            for child_name, child in module.named_children():
-                walk(f"{name}.{child_name}".lstrip("."), child, own)
+                units.append((module, fresh(module, recurse=True)))
+                return
+            own = fresh(module, recurse=False)
+            inside = own if runs else around
+            inside += own if inside is around else []
             if runs:
-                new(name, module, own)
+                units.append((module, own))
+            for child in module.children():
+                walk(child, inside)
 
-        walk("", root, [])
-        return units
-
-    def _named(self, module, prefix, recurse=True):
-        names = {id(p): n for n, p in (self.trainable | self.frozen).items()}
-        return [(names[id(p)], p) for p in module.parameters(recurse)]
+        walk(self.model, [])
+        return [(module, names) for module, names in units if names]
 
     def _claim(self):
         self.tier.open()
         self.weights.open()
 
-    # What only stage 3 does: parameters come and go
+    def _pieces(self):
+        return [unit.buckets for unit in self.units]
+
+    @contextlib.contextmanager
+    def _whole(self, buckets):
+        with self._in_use({bucket.unit for bucket in buckets}):
+            try:
+                yield
+            finally:
+                for bucket in buckets:  # an edit in here is meant
+                    bucket.versions = [p._version for p in bucket.params]
+
+    def _plain(self, param):
+        param.__class__ = Parameter
+        del param.unit, param.zero, param.zero_name
+
+    def _unbuild(self):
+        super()._unbuild()
+        self.weights.close()
+        self.units = []
+
+    def memory(self):
+        """Live bytes of this rank: {"device"|"host"|"nvme": {"params", "grads", "optimizer"}}."""
+        held = super().memory()
+        for tier, nbytes in self.weights.memory().items():
+            held[tier]["params"] += nbytes
+        return held
+
+    # Parameters come and go
 
     def _watch(self, module, unit):
         me = weakref.ref(self)
 
-        def before(module, args):
+        def enter(module, args):
             if me() is not None:
                 me()._enter(unit)
 
-        def after(module, args, output):
+        def leave(module, args, output):
             if me() is not None:
                 me()._leave(unit)
 
-        return [
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
+        before = module.register_forward_pre_hook(enter, prepend=unit is None)
+        return [before, module.register_forward_hook(leave, always_call=True)]
 
     def _enter(self, unit):
         self._depth += 1
-        if unit is not None:
-            unit.users += 1
         if self._depth == 1:
             self._check_alive()
-            # Autograd saves parameters for backward. It gets a note instead, so that their memory
-            # can go. Where others have such hooks (a checkpoint), theirs decide what is kept.
-            top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            if torch.is_grad_enabled() and top is None:
+            # Autograd would keep the parameters that it saves for backward: it gets a note
+            # instead. A checkpoint around us has such hooks too, and decides itself what is kept.
+            others = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            if torch.is_grad_enabled() and others is None:
                 self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                 self._saving.__enter__()
         if unit is not None:
+            unit.users += 1
             self._need(unit)
 
     def _leave(self, unit):
@@ -356,27 +392,30 @@ class ZeroStage3(torch.optim.Optimizer):
                 self._release(unit)
         if self._depth == 0:
             if self._saving is not None:
-                self._saving.__exit__(None, None, None)
+                self._saving.__exit__()
                 self._saving = None
             if not in_backward():
                 self._release_all()
 
     def _pack(self, tensor):
-        bucket = self._homes.get(tensor.untyped_storage().data_ptr())
-        if bucket is None or not tensor.numel():
+        bucket = self._storages.get(tensor.untyped_storage().data_ptr())
+        if bucket is None:
             return tensor
-        return bucket, tensor.size(), tensor.stride(), tensor.storage_offset()
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return bucket, self.global_steps, layout
 
     def _unpack(self, packed):
         if isinstance(packed, torch.Tensor):
             return packed
-        bucket, *layout = packed
+        bucket, steps, layout = packed
+        if steps != self.global_steps:
+            raise RuntimeError(f"{bucket.names} were updated between this forward and its backward")
         self._need(bucket.unit)
         return bucket.flat.as_strided(*layout)
 
     @contextlib.contextmanager
     def _in_use(self, units):
-        """Parameters outside their own module's forward: gather them for one operation."""
+        """Gather units for something else than their own module's forward."""
         for unit in sorted(units, key=lambda unit: unit.index):
             unit.users += 1
             self._need(unit)
@@ -389,116 +428,111 @@ class ZeroStage3(torch.optim.Optimizer):
                     self._release(unit)
 
     def _need(self, unit):
-        """Make `unit` whole for the computation that comes next, let go of what was used before,
-        and gather ahead what followed it last time. One vote per use keeps the ranks together."""
+        """Make `unit` whole for what comes next, let go of what was used before it, and gather
+        ahead what followed it last time. One vote per use keeps the ranks together."""
         unit.node = torch._C._current_autograd_node()
-        if unit.full and unit is self._last:
+        if unit.whole and unit is self._last:
             return
-        phase = in_backward()  # what followed what is remembered for each phase
-        previous, self._last = self._last, unit
+        phase, previous, self._last = in_backward(), self._last, unit
         if previous is not None:
-            self._after[phase, previous] = unit
+            self._next_unit[phase, previous] = unit
         for other in list(self._hot):
-            if other not in (unit, previous if phase else unit) and not self._busy(other):
+            # In backward the previous unit may still have gradients under way.
+            if other is not unit and not (phase and other is previous) and not self._busy(other):
                 self._release(other)
-        ahead = self._after.get((phase, unit)) if phase or self._depth else None
-        ahead = None if ahead is None or ahead in self._hot else ahead
-        self._vote(unit, ahead)
+        ahead = self._next_unit.get((phase, unit)) if phase or self._depth else None
+        self._vote(unit, None if ahead in self._hot else ahead)
         self._arrive(unit)
-        following = self._after.get((phase, ahead))
-        for bucket in (
-            following.buckets if following is not None and following not in self._hot else ()
-        ):
-            bucket.home.prefetch()
+        after = self._next_unit.get((phase, ahead))
+        for bucket in after.buckets if after is not None else ():
+            bucket.home.prefetch()  # from disk, two uses ahead
 
     def _busy(self, unit):
-        # Used by a forward under way, or saved by the very node that is being evaluated.
-        return unit.users or (
-            unit.node is not None and unit.node is torch._C._current_autograd_node()
-        )
+        # In a forward under way, or saved by the very node that autograd is evaluating.
+        node = torch._C._current_autograd_node()
+        return unit.users or (node is not None and unit.node is node)
 
     def _vote(self, unit, ahead):
+        """Tell the other ranks which unit is missing here, which one to gather ahead and how many
+        buckets of gradients are ready; do together what all can do."""
         ready = self._next
-        while (
-            self._open
-            and self.overlap
-            and ready < len(self.buckets)
-            and not self.buckets[ready].waiting
-        ):
+        while self._open and self.overlap and self._is_ready(ready):
             ready += 1
         mine = [
             -1 if unit in self._hot else unit.index,
             -1 if ahead is None else ahead.index,
             ready,
         ]
-        votes = self.ranks.agree("a parameter gather", mine)
-        wanted = [int(i) for i in mine[:2]]
-        if (votes[:, :2] != votes[0, :2]).any():  # another order here and there: serve everybody
+        votes = self.ranks.agree("gather of parameters", mine)
+        wanted = [*mine[:2]]
+        if (votes[:, :2] != votes[0, :2]).any():  # other orders on other ranks: serve all
             wanted = sorted({int(i) for i in votes[:, 0]})
         for index in wanted:
             if index >= 0:
                 self._gather(self.units[index])
-        for bucket in self.buckets[self._next : int(votes[:, 2].min())]:
-            self._start_reduce(bucket)
+        while self._next < votes[:, 2].min():
+            self._start_reduce(self.buckets[self._next])
             self._next += 1
 
     @torch.no_grad()
+    @torch.inference_mode(False)
     def _gather(self, unit):
-        with record_function("zero/all_gather"), torch.inference_mode(False):
+        with record_function("zero/all_gather"):
             for bucket in unit.buckets:
-                if unit not in self._hot:
-                    bucket.flat = torch.empty(
-                        bucket.numel, dtype=bucket.params[0].dtype, device=self.device
-                    )
+                if bucket.flat is None:
+                    dtype = bucket.params[0].dtype
+                    bucket.flat = torch.empty(bucket.numel, dtype=dtype, device=self.device)
                     bucket.home.read(bucket.flat[bucket.mine])
                 unit.waits.append(self.ranks.all_gather(bucket.flat))
         if unit not in self._hot:
             self._hot.append(unit)
 
+    @torch.inference_mode(False)
     def _arrive(self, unit):
         while unit.waits:
             unit.waits.pop()()
-        if not unit.full:
-            unit.full = True
-            for bucket in unit.buckets:
-                self._homes[bucket.flat.untyped_storage().data_ptr()] = bucket
-                for param, piece in bucket.views(bucket.flat):
-                    param.__class__ = Parameter
-                    param.data = piece
-                bucket.versions = [p._version for p in bucket.params]
+        for bucket in unit.buckets if not unit.whole else ():
+            self._storages[bucket.flat.untyped_storage().data_ptr()] = bucket
+            for param, piece in bucket.views(bucket.flat):
+                param.__class__ = Parameter
+                param.data = piece
+            bucket.versions = [p._version for p in bucket.params]
+        unit.whole = True
 
+    @torch.inference_mode(False)
     def _release(self, unit):
-        """Drop the full parameters. What autograd saved by itself keeps its memory and its values."""
+        """Let the full parameters go. What autograd saved by itself stays as it is."""
         while unit.waits:
             unit.waits.pop()()
-        edited = unit.full and [
-            n
-            for b in unit.buckets
-            for n, p, v in zip(b.names, b.params, b.versions, strict=True)
-            if p._version != v
-        ]
+        edited = []
         for bucket in unit.buckets:
+            if unit.whole:
+                now = [p._version for p in bucket.params]
+                edited += [
+                    n for n, v, w in zip(bucket.names, now, bucket.versions, strict=True) if v != w
+                ]
             if bucket.flat is not None:
-                self._homes.pop(bucket.flat.untyped_storage().data_ptr(), None)
-            bucket.flat = None
-            nothing = torch.full((), math.nan, dtype=bucket.params[0].dtype, device=self.device)
+                self._storages.pop(bucket.flat.untyped_storage().data_ptr(), None)
+            nan = torch.full((), math.nan, dtype=bucket.params[0].dtype, device=self.device)
             for param in bucket.params:
                 if type(param) is not Released:
-                    param.data = nothing.expand(param.shape)
+                    param.data = nan.expand(param.shape)
                     param.__class__ = Released
-        unit.full, unit.node = False, None
+            bucket.flat = None
+        unit.whole, unit.node = False, None
         if unit in self._hot:
             self._hot.remove(unit)
         if edited:
             raise RuntimeError(
-                f"{edited} were edited in place while gathered for use, and the edit is lost: edit "
-                "parameters inside `with zero.gathered(modifier_rank=...)`"
+                f"{edited} were edited in place outside gathered(), and the edit is lost: use "
+                "`with zero.gathered(modifier_rank=...):`"
             )
 
     def _release_all(self):
-        for unit in [u for u in self._hot if not u.users]:
-            self._release(unit)
-        self._last = None  # what follows belongs to another phase
+        self._last = None  # what comes next belongs to another phase
+        for unit in list(self._hot):
+            if not unit.users:
+                self._release(unit)
 
     # --- same in every stage: gradients arrive ---
     def _hook(self, bucket, index):
@@ -597,9 +631,12 @@ class ZeroStage3(torch.optim.Optimizer):
     def _reduce_ready(self):
         # Start each bucket that is complete and has no incomplete one before it: the same order on
         # all ranks, in whatever order their gradients come.
-        while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+        while self._is_ready(self._next):
             self._start_reduce(self.buckets[self._next])
             self._next += 1
+
+    def _is_ready(self, index):
+        return index < len(self.buckets) and not self.buckets[index].waiting
 
     def _start_reduce(self, bucket):
         with record_function("zero/reduce_scatter"):
@@ -626,7 +663,8 @@ class ZeroStage3(torch.optim.Optimizer):
         if votes[:, 1].any():
             self._settle()
             self._spoiled = "the last backward failed"
-            return self.ranks.disagree("backward", error)
+            self.ranks.disagree("backward", error)
+            return
         for i, bucket in enumerate(self.buckets):
             vote = votes[:, 3 + i].max()
             if vote == 2 or (vote == 1 and i >= farthest):
@@ -752,17 +790,9 @@ class ZeroStage3(torch.optim.Optimizer):
                 "step skipped: gradient norm %s, loss scale %g -> %g", norm, old, self.loss_scale
             )
 
-    def was_step_applied(self):
-        """Whether the last `step()` changed the parameters."""
-        return self._applied
-
     def zero_grad(self, set_to_none=True):
         """Drop the window, wherever its sums live. Also the way on after a failed backward."""
-        if self.managed and self.accumulation_steps > 1 and self._calls and not self._spoiled:
-            self._warn(
-                "zero_grad() in the middle of a managed window drops its gradients; a loop that "
-                "calls it after every micro-batch never trains, and step() ends windows by itself"
-            )
+        self._check_dropping()
         if self._open:  # a plain backward raised here, and the other ranks wait for its end
             self._end_backward(RuntimeError("backward was given up"))
         self._settle()
@@ -790,166 +820,8 @@ class ZeroStage3(torch.optim.Optimizer):
     def _refresh_weights(self, names):
         pass  # every rank keeps its slice; the next forward gathers
 
-    # --- same in every stage: state ---
-    def state_dict(self, rank0_only=False):
-        """Everything needed to go on, free of stage, rank count, buckets, dtype and offload, as
-        full FP32 tensors on the CPU: {"state": {name: {...}}, "master": {name: tensor}, "param_groups",
-        counters}. With `rank0_only` the other ranks get {}. Collective.
 
-        Raises RuntimeError in the middle of a window, whose sums would be lost.
-        """
-        self._finish_backward()
-        if self._calls:
-            raise RuntimeError(
-                f"state_dict() in the middle of a window would lose {self._calls} backward call(s)"
-                ": step() or zero_grad() first"
-            )
-        self.ranks.agree("state_dict")
-        return offload.collect_state(self, rank0_only)
+if __name__ == "__main__":
+    from notebooks.demo import main  # a small transformer, and this file's optimizer
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict):
-        """Take rank 0's `state_dict` (the others may give {}), from any stage, rank count and
-        offload. Without "master" the weights stay: so a plain torch optimizer's state, keyed by
-        name, can be loaded. Collective.
-
-        Raises ValueError that lists every entry that does not fit; nothing is changed then.
-        """
-        self.zero_grad()
-        offload.restore_state(self, state_dict)
-        self._refresh_weights(set(self.names))
-
-    # --- end ---
-
-    @torch.no_grad()
-    def model_state_dict(self):
-        """The full model, {name: CPU tensor} as `model.state_dict()` has it. One unit at a time is
-        gathered on the device. Collective."""
-        self.ranks.agree("model_state_dict")
-        values = {}
-        for unit in self.units:
-            with self._in_use({unit}):
-                for bucket in unit.buckets:
-                    values.update({id(p): p.detach().cpu().clone() for p in bucket.params})
-        tensors = self.model.state_dict(keep_vars=True).items()
-        return {
-            n: values[id(t)] if id(t) in values else t.detach().cpu().clone() for n, t in tensors
-        }
-
-    def load_model_state_dict(self, state_dict):
-        """Load a full model (rank 0's) into weights, buffers and FP32 masters. Collective."""
-        with self.gathered(modifier_rank=0):
-            if self.ranks.rank == 0:
-                self.model.load_state_dict(state_dict)
-        for buffer in self.model.buffers():
-            self.ranks.broadcast(buffer.data)
-
-    @contextlib.contextmanager
-    @torch.no_grad()
-    def gathered(self, modifier_rank=None):
-        """Full parameters are readable inside. With a modifier rank, its edits reach all ranks and
-        the masters; without one an edit is undone and raises RuntimeError on all. Collective."""
-        self.ranks.agree("gathered")
-        with self._in_use(set(self.units)):
-            buckets = [b for unit in self.units for b in unit.buckets]
-            before = [b.flat.clone() for b in buckets]
-            try:
-                with self.ranks.together("gathered"):
-                    yield
-                    whole = [b.flat for b in buckets]
-                    if modifier_rank is None and not all(map(offload.same_bits, whole, before)):
-                        raise RuntimeError(
-                            "parameters were edited inside gathered() without a modifier_rank: say "
-                            "whose edits count, as in gathered(modifier_rank=0)"
-                        )
-            finally:
-                for bucket in buckets:  # edits here are meant
-                    bucket.versions = [p._version for p in bucket.params]
-            if modifier_rank is not None:
-                for bucket in buckets:
-                    self.ranks.broadcast(bucket.flat, modifier_rank)
-                    if bucket.part is not None:
-                        bucket.part.write({"master": bucket.flat[bucket.mine]})
-                    else:
-                        bucket.home.write(0, bucket.flat[bucket.mine])
-                        bucket.home.settle()
-
-    def memory(self):
-        """Live bytes of this rank: {"device"|"host"|"nvme": {"params", "grads", "optimizer"}}."""
-        held = {tier: {"params": 0, **kinds} for tier, kinds in self.tier.memory().items()}
-        for tier, nbytes in self.weights.memory().items():
-            held[tier]["params"] += nbytes
-        gathered = [b.flat for unit in self._hot for b in unit.buckets]
-        held["device"]["params"] += sum(t.untyped_storage().nbytes() for t in gathered)
-        grads = [b.grad for b in self.buckets if b.grad is not None]
-        held["device"]["grads"] += sum(g.untyped_storage().nbytes() for g in grads)
-        return held
-
-    def _unbuild(self):
-        for hook in self._hooks:
-            hook.remove()
-        for unit in self.units:
-            with self._in_use({unit}):
-                whole = {p: p.data.clone() for bucket in unit.buckets for p in bucket.params}
-            for param, value in whole.items():
-                param.__class__, param.grad = Parameter, None
-                param.data = value
-                del param.unit, param.zero, param.zero_name
-        self.tier.close()
-        self.weights.close()
-        self.buckets = self.units = []
-
-    # --- same in every stage: the end ---
-    def close(self):
-        """Hooks off, threads ended, files gone; the model is a plain, full module again."""
-        if self._dead != "closed":
-            self._settle()
-            self._unbuild()
-            self._dead = "closed"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.close()
-
-    # Refusals
-
-    def _check_alive(self):
-        if self._dead:
-            raise RuntimeError(f"this optimizer cannot go on: {self._dead}; construct a new one")
-        if self._spoiled:
-            raise RuntimeError(f"{self._spoiled}: call zero_grad() to drop its window and go on")
-        for name, param in self.frozen.items():
-            if param.requires_grad and name not in self._idle:
-                raise RuntimeError(
-                    f"{name} was frozen at construction and requires a gradient now, but has no "
-                    "optimizer state: freeze it again, or construct the optimizer anew"
-                )
-
-    def _check_scaled(self):
-        due = f"the loss scale {self.loss_scale:g}" if self.loss_scale != 1.0 else None
-        if self.managed and self.accumulation_steps > 1:
-            due = due or f"1/{self.accumulation_steps} for gradient accumulation"
-        if due and not self._announced:
-            self._clear_grads()
-            raise RuntimeError(
-                f"plain loss.backward() would leave out {due}: call zero.backward(loss), or scale "
-                "it yourself and call zero.scale(loss).backward()"
-            )
-
-    def _check_counting(self):
-        if self.managed and 1 < self.accumulation_steps <= self._calls_since_step:
-            self._warn(
-                f"{self._calls_since_step} backward calls since the last step(): managed mode "
-                "counts step() calls, so call it after every backward; to decide yourself when a window "
-                "ends, use managed_gradient_accumulation=False"
-            )
-        self._calls_since_step = 0
-
-    def _warn(self, text):
-        if text[:16] not in self._warned:
-            self._warned.add(text[:16])
-            warnings.warn(text, stacklevel=3)
-
-    # --- end ---
+    main(ZeroStage3)
