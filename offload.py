@@ -46,6 +46,7 @@ import torch.distributed as dist
 import nvme
 
 LINE = 16  # FP32 elements in a cache line
+MASTER, GRADIENT = "zero/master", "zero/gradient"  # rows of the tier itself
 CHUNK = 4096  # elements whose squares are summed in FP32 before FP64 takes over
 
 
@@ -185,7 +186,7 @@ class Group:
         """Point master weights and existing state at `rows`, wherever they are in memory now."""
         self.rows = rows
         for f in self.fragments:
-            f.leaf.data = rows["master"][f.start : f.end]
+            f.leaf.data = rows[MASTER][f.start : f.end]
             state = self.optimizer.state.get(f.leaf, {})
             for kind in state.keys() & rows.keys():
                 state[kind] = rows[kind][f.start : f.end]
@@ -270,8 +271,8 @@ class Partition:
 
     def gradient(self, group):
         """The FP32 gradient (group.numel,) on the device where the group is updated."""
-        if "gradient" in group.rows:
-            return group.rows["gradient"]
+        if GRADIENT in group.rows:
+            return group.rows[GRADIENT]
         whole = self.sum if self.landed is None else self.landed
         return whole[group.start : group.start + group.numel].float()
 
@@ -279,7 +280,7 @@ class Partition:
 
     def read(self):
         """The slice's rows {kind: FP32 (numel,) on the CPU}."""
-        rows = {kind: torch.zeros(self.numel) for kind in ["master", *self.tier.kinds]}
+        rows = {kind: torch.zeros(self.numel) for kind in [MASTER, *self.tier.kinds]}
         for group in self.tier.visit(self.groups, write=False):
             for kind, row in rows.items():
                 row[group.start : group.start + group.numel] = group.rows[kind]
@@ -290,7 +291,7 @@ class Partition:
         for group in self.tier.visit(self.groups):
             for kind, values in rows.items():
                 group.rows[kind].copy_(values[group.start : group.start + group.numel])
-            if "master" in rows:
+            if MASTER in rows:
                 self.tier._publish(group)
         self.home.settle()
         self.tier.settle()
@@ -360,7 +361,7 @@ class Tier:
         for group in part.groups:
             here = slice(group.start, group.start + group.numel)
             rows = {kind: part.state[i, here] for i, kind in enumerate(self.kinds)}
-            group.attach({"master": part.master[here], **rows})
+            group.attach({MASTER: part.master[here], **rows})
 
     def open(self):
         """Called once, after the last `partition`."""
@@ -430,7 +431,7 @@ class Tier:
 
     def _publish(self, group, later=False):
         """Round a group's new master weights into the slice that the model computes with."""
-        home, master = group.partition.home, group.rows["master"]
+        home, master = group.partition.home, group.rows[MASTER]
         if group.partition.master is None or group.partition.master is not home.tensor:
             home.write(group.start, master, later)
         if self.name != "device" and home.tier == "device":
@@ -519,7 +520,7 @@ class NvmeTier(Tier):
         for part in self.partitions:
             values = part.home.values().float()
             for group in self.visit(part.groups, read=False):
-                group.rows["master"].copy_(values[group.start : group.start + group.numel])
+                group.rows[MASTER].copy_(values[group.start : group.start + group.numel])
 
     def visit(self, groups, read=True, write=True):
         """Yield each group in memory while the next are being read and the last written.
@@ -558,7 +559,7 @@ class NvmeTier(Tier):
                 transfer.wait()
 
     def _kinds(self, group):
-        return ["master", *self.kinds] + (["gradient"] if group.partition.landed else [])
+        return [MASTER, *self.kinds] + ([GRADIENT] if group.partition.landed else [])
 
     def _move(self, direction, group, buffer, kinds):
         piece = buffer[: len(kinds) * self._row(group)]
@@ -971,7 +972,7 @@ def collect_state(zero, rank0_only):
                 bucket.names, bucket.params, bucket.offsets, strict=False
             ):
                 value = whole[start : start + param.numel()].view(param.shape)
-                if kind == "master":
+                if kind == MASTER:
                     master[name] = value.clone()
                 elif name in scalars and kind in scalars[name][0]:
                     state[name][kind] = value.clone()
@@ -1014,15 +1015,15 @@ def restore_state(zero, saved):
     for bucket in zero.buckets:
         bucket.part.set_scalars(found)
         rows = {}
-        for kind in [*zero.tier.kinds] + ["master"] * has_master:
+        for kind in [*zero.tier.kinds] + [MASTER] * has_master:
             whole = None
             if zero.ranks.rank == 0:
                 whole = torch.zeros(bucket.numel)
                 for name, param, start in zip(
                     bucket.names, bucket.params, bucket.offsets, strict=False
                 ):
-                    entry = saved["master"] if kind == "master" else saved["state"].get(name, {})
-                    value = entry.get(name if kind == "master" else kind)
+                    entry = saved["master"] if kind == MASTER else saved["state"].get(name, {})
+                    value = entry.get(name if kind == MASTER else kind)
                     if value is not None:
                         whole[start : start + param.numel()] = value.flatten()
             rows[kind] = zero.ranks.scatter(whole, bucket.part.numel)
@@ -1220,7 +1221,7 @@ class Sharded(torch.optim.Optimizer):
         for bucket in buckets:
             self.ranks.broadcast(bucket.flat, source)
             if bucket.part is not None:
-                bucket.part.write({"master": bucket.flat[bucket.mine]})
+                bucket.part.write({MASTER: bucket.flat[bucket.mine]})
             else:
                 bucket.home.write(0, bucket.flat[bucket.mine])
                 bucket.home.settle()
@@ -1314,8 +1315,8 @@ class Sharded(torch.optim.Optimizer):
         if self.managed and 1 < self.accumulation_steps <= self._calls_since_step:
             self._warn(
                 f"managed mode counts step() calls, and {self._calls_since_step} backward calls "
-                "came since the last one: call step() after every backward; to decide yourself when "
-                "a window ends, use managed_gradient_accumulation=False"
+                "came since the last one: call step() after every backward; to decide yourself "
+                "when a window ends, use managed_gradient_accumulation=False"
             )
         self._calls_since_step = 0
 
