@@ -1065,6 +1065,9 @@ def same_bits(a, b):
     return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
+TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -1082,7 +1085,7 @@ def check_arguments(given):
         if not number and value != special:
             raise ValueError(f"{name}={value!r}: give a number > 0, or {special!r}")
     for name in ("reduce_dtype", "grad_accum_dtype"):
-        if given[name] not in (torch.float32, torch.float16, torch.bfloat16):
+        if given[name] not in TRAINABLE:
             raise ValueError(f"{name}={given[name]}: give float32, bfloat16 or float16")
     for name in ("offload_optimizer", "offload_param"):
         if not isinstance(given[name], (Offload, type(None))):
@@ -1104,8 +1107,8 @@ def check_model(ranks, named, group_of, optimizer_class):
                 f"{name} and {owner[place]} share memory without being one parameter: tie them "
                 "(one Parameter under two names), or close() the Zero object that manages the model"
             )
-        elif name in group_of and not p.is_floating_point():
-            problem = f"{name} is {p.dtype}: only floating-point parameters can be trained"
+        elif name in group_of and p.requires_grad and p.dtype not in TRAINABLE:
+            problem = f"{name} is {p.dtype}: an FP32 master fits float32, bfloat16 and float16 only"
     about = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in named.items()]
     about += [sorted(group_of.items()), optimizer_class.__name__]
     # Every rank comes here, whatever it found, so that all of them raise.

@@ -297,8 +297,17 @@ class ZeroStage2(Sharded):
 
     def scale(self, loss):
         """The loss times the loss scale, for `zero.scale(loss).backward()`."""
-        scaled = loss.float() * self.loss_scale
-        scaled.register_hook(lambda grad: setattr(self, "_announced", True))
+        scale = self.loss_scale
+
+        def announce(grad):
+            if scale != self.loss_scale:
+                raise RuntimeError(
+                    f"scale() used {scale:g}, now it is {self.loss_scale:g}: call it again"
+                )
+            self._announced = True
+
+        scaled = loss.float() * scale
+        scaled.register_hook(announce)
         return scaled
 
     def _begin_backward(self):
@@ -496,7 +505,7 @@ class ZeroStage2(Sharded):
         # The norm is one number on all ranks, so all of them come here or none.
         old = self.loss_scale
         if self.dynamic_scale:
-            self.loss_scale, self.good_steps = max(old / 2, 1.0), 0
+            self.loss_scale, self.good_steps = old / 2, 0
         self.skipped_steps += 1
         if self.ranks.rank == 0:
             norm = self.global_grad_norm

@@ -130,25 +130,31 @@ class Bucket:
 
 class Released(Parameter):
     """What a parameter is while its unit is not gathered: its shape is true, its values are NaN,
-    and whoever computes with it gathers the unit on the spot. Like `UninitializedParameter`
-    it becomes a plain Parameter again, by its class, when its values are here."""
+    and whoever computes with it gathers the unit on the spot. Like `UninitializedParameter` it
+    becomes a plain Parameter again, by its class, when its values are here."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        name = func.__name__
+        name, changes = func.__name__, func.__name__ == "__set__"
         if name in ("__get__", "__set__", "__delete__"):  # of a property such as Tensor.shape
             name = func.__self__.__name__
-        if name in NEEDS_NO_VALUES:
+        if name in NEEDS_NO_VALUES and not (name == "data" and changes):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         used = [p for p in tree_leaves((args, kwargs)) if isinstance(p, Released)]
-        if name == "data" or name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__"):
-            raise RuntimeError(
-                f"{used[0].zero_name} is sharded: {name!r} would miss its values or lose an edit; "
-                "use `with zero.gathered():`, and gathered(modifier_rank=...) to edit"
-            )
+        if changes or name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__"):
+            used[0].refuse(name)
         with used[0].zero()._in_use({p.unit for p in used}):
             return func(*args, **(kwargs or {}))
+
+    def refuse(self, *what):
+        """Raise for what would lose an edit or keep NaN."""
+        raise RuntimeError(
+            f"{self.zero_name} is sharded, so {what[0]!r} would lose an edit or miss the values: use "
+            "`with zero.gathered():`, or gathered(modifier_rank=...) to edit"
+        )
+
+    __deepcopy__ = __reduce_ex__ = refuse
 
 
 NEEDS_NO_VALUES = {
@@ -157,6 +163,7 @@ NEEDS_NO_VALUES = {
     *("is_floating_point", "is_complex", "is_cuda", "is_meta", "is_sparse", "is_leaf", "_version"),
     *("requires_grad", "requires_grad_", "grad", "grad_fn", "retains_grad", "register_hook"),
     *("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks", "_backward_hooks"),
+    *("data", "data_ptr", "untyped_storage", "storage", "storage_offset", "__repr__"),  # of the NaN
 }
 
 
@@ -582,8 +589,17 @@ class ZeroStage3(Sharded):
 
     def scale(self, loss):
         """The loss times the loss scale, for `zero.scale(loss).backward()`."""
-        scaled = loss.float() * self.loss_scale
-        scaled.register_hook(lambda grad: setattr(self, "_announced", True))
+        scale = self.loss_scale
+
+        def announce(grad):
+            if scale != self.loss_scale:
+                raise RuntimeError(
+                    f"scale() used {scale:g}, now it is {self.loss_scale:g}: call it again"
+                )
+            self._announced = True
+
+        scaled = loss.float() * scale
+        scaled.register_hook(announce)
         return scaled
 
     def _begin_backward(self):
@@ -782,7 +798,7 @@ class ZeroStage3(Sharded):
         # The norm is one number on all ranks, so all of them come here or none.
         old = self.loss_scale
         if self.dynamic_scale:
-            self.loss_scale, self.good_steps = max(old / 2, 1.0), 0
+            self.loss_scale, self.good_steps = old / 2, 0
         self.skipped_steps += 1
         if self.ranks.rank == 0:
             norm = self.global_grad_norm
