@@ -356,7 +356,9 @@ class Tier:
     def _claim(self, part):
         # An FP32 slice that lives on this tier anyway is its own master: no second copy.
         shared = part.home.tier == self.name and part.home.dtype == torch.float32
-        part.master = part.home.tensor if shared else part.home.values().to(self.device).float()
+        part.master = part.home.tensor
+        if not shared:
+            part.master = part.home.values().to(self.device, torch.float32, copy=True)
         part.state = torch.empty(len(self.kinds), part.numel, device=self.device)
         for group in part.groups:
             here = slice(group.start, group.start + group.numel)
@@ -434,8 +436,9 @@ class Tier:
         home, master = group.partition.home, group.rows[MASTER]
         if group.partition.master is None or group.partition.master is not home.tensor:
             home.write(group.start, master, later)
-        if self.name != "device" and home.tier == "device":
-            self.traffic["host_to_device"] += group.numel * home.dtype.itemsize
+        if (self.name == "device") != (home.tier == "device"):
+            way = "device_to_host" if self.name == "device" else "host_to_device"
+            self.traffic[way] += group.numel * home.dtype.itemsize
 
     def settle(self):
         """Wait, by events, for every copy under way. Nobody reads a host buffer before this."""

@@ -150,8 +150,8 @@ class Released(Parameter):
     def refuse(self, *what):
         """Raise for what would lose an edit or keep NaN."""
         raise RuntimeError(
-            f"{self.zero_name} is sharded, so {what[0]!r} would lose an edit or miss the values: use "
-            "`with zero.gathered():`, or gathered(modifier_rank=...) to edit"
+            f"{self.zero_name} is sharded, so {what[0]!r} would lose an edit or miss the values: "
+            "use `with zero.gathered():`, or gathered(modifier_rank=...) to edit"
         )
 
     __deepcopy__ = __reduce_ex__ = refuse
@@ -489,7 +489,9 @@ class ZeroStage3(Sharded):
                 if bucket.flat is None:
                     dtype = bucket.params[0].dtype
                     bucket.flat = torch.empty(bucket.numel, dtype=dtype, device=self.device)
-                    bucket.home.read(bucket.flat[bucket.mine])
+                    mine = bucket.flat[bucket.mine]
+                    bucket.home.read(mine)
+                    self.traffic["host_to_device"] += mine.nbytes * (bucket.home.tier != "device")
                 unit.waits.append(self.ranks.all_gather(bucket.flat))
         if unit not in self._hot:
             self._hot.append(unit)
