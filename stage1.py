@@ -309,6 +309,8 @@ class ZeroStage1(Sharded):
                     f"scale() used {scale:g}, now it is {self.loss_scale:g}: call it again"
                 )
             self._announced = True
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: setattr(self, "_announced", False))
 
         scaled = loss.float() * scale
         scaled.register_hook(announce)
@@ -526,7 +528,7 @@ class ZeroStage1(Sharded):
         if self._open:  # a plain backward raised here, and the other ranks wait for its end
             self._end_backward(RuntimeError("backward was given up"))
         self._settle()
-        self._spoiled = None
+        self._spoiled, self._announced = None, False
         self._clear_grads()
         self._new_window()
 
