@@ -255,11 +255,16 @@ class Partition:
         if self.tier.sums_on_host:
             self.tier.traffic["device_to_host"] += reduced.nbytes
         if self.tier.sums_on_host and reduced.is_cuda:
-            lanes, add = self.tier.lanes, self.sum is not None
-            self.sum = self.pinned = lanes.host(self.numel, reduced.dtype, self.pinned)
-            lanes.down(reduced, self.sum, add)
+            add, self.sum = self.sum is not None, self.landing(reduced.dtype)
+            self.tier.lanes.down(reduced, self.sum, add)
         else:
             self.sum = reduced if self.sum is None else self.sum.add_(reduced)
+
+    def landing(self, dtype):
+        """The host buffer (numel,) in which the window's gradient arrives from a GPU."""
+        if self.pinned is None:
+            self.pinned = self.tier.lanes.host(self.numel, dtype)
+        return self.pinned
 
     def norm(self):
         """L2 norm of the window's sum as an FP64 scalar where the sum lives. FP32 over a few
@@ -274,6 +279,7 @@ class Partition:
         if GRADIENT in group.rows:
             return group.rows[GRADIENT]
         whole = self.sum if self.landed is None else self.landed
+        self.tier.lanes.wait_for(whole)
         return whole[group.start : group.start + group.numel].float()
 
     # What state_dict reads and load_state_dict writes:
@@ -357,7 +363,9 @@ class Tier:
         # An FP32 slice that lives on this tier anyway is its own master: no second copy.
         shared = part.home.tier == self.name and part.home.dtype == torch.float32
         part.master = part.home.tensor
-        if not shared:
+        if not shared and self.name == "host":  # page-locked: a GPU takes new weights from it
+            part.master = self.lanes.host(part.numel, torch.float32).copy_(part.home.values())
+        elif not shared:
             part.master = part.home.values().to(self.device, torch.float32, copy=True)
         part.state = torch.empty(len(self.kinds), part.numel, device=self.device)
         for group in part.groups:
@@ -398,9 +406,8 @@ class Tier:
         if not part.sum.is_cuda:
             part.landed = part.sum.float()
             return
-        part.pinned = self.lanes.host(part.numel, torch.float32, part.pinned)
-        self.lanes.down(part.sum.float(), part.pinned, add=False)
-        part.landed = part.pinned
+        part.landed = part.landing(torch.float32)
+        self.lanes.down(part.sum.float(), part.landed, add=False)
 
     def update(self, active, coefficient, together):
         """One optimizer step over the groups that hold a parameter of `active`.
@@ -412,7 +419,6 @@ class Tier:
         touched = [g for p in self.partitions for g in p.groups if g.holds(active)]
         homes = {id(g.partition): g.partition.home for g in touched}.values()
         may_fail = self.may_fail or any(home.tier == "nvme" for home in homes)
-        self.settle()
         try:
             with together("update") if may_fail else contextlib.nullcontext():
                 for group in self.visit(touched):
@@ -435,10 +441,10 @@ class Tier:
         """Round a group's new master weights into the slice that the model computes with."""
         home, master = group.partition.home, group.rows[MASTER]
         if group.partition.master is None or group.partition.master is not home.tensor:
-            home.write(group.start, master, later)
-        if (self.name == "device") != (home.tier == "device"):
-            way = "device_to_host" if self.name == "device" else "host_to_device"
-            self.traffic[way] += group.numel * home.dtype.itemsize
+            moved = home.write(group.start, master, self.lanes, later)
+            if (self.name == "device") != (home.tier == "device"):
+                way = "device_to_host" if self.name == "device" else "host_to_device"
+                self.traffic[way] += moved
 
     def settle(self):
         """Wait, by events, for every copy under way. Nobody reads a host buffer before this."""
@@ -603,8 +609,8 @@ def make_tier(settings, *args):
 class Shard:
     """One rank's slice of one bucket of weights, in the model's precision, on device or host."""
 
-    def __init__(self, tensor, lanes, tier="device"):
-        self.tensor, self.lanes, self.tier = tensor, lanes, tier
+    def __init__(self, tensor, tier="device"):
+        self.tensor, self.tier = tensor, tier
         self.numel, self.dtype = tensor.numel(), tensor.dtype
         self.fresh = None  # new values that wait for `commit`
 
@@ -619,15 +625,16 @@ class Shard:
         """Copy the slice into `out`, a device tensor (numel,), in the order of its stream."""
         out.copy_(self.tensor, non_blocking=True)
 
-    def write(self, start, values, later=False):
-        """Take FP32 `values` at `start`, rounded to the weights' dtype. later: at `commit`."""
+    def write(self, start, values, lanes=None, later=False):
+        """Take `values` at `start`, rounded to the weights' dtype. later: at `commit`. From host
+        to device they go by `lanes`, whose `settle` waits. Returns the bytes moved."""
         if later and self.fresh is None:
             self.fresh = self.tensor.clone()
         out = (self.fresh if later else self.tensor)[start : start + values.numel()]
-        if out.device == values.device:
-            out.copy_(values)
-        else:
-            self.lanes.up(values, out)
+        if out.is_cuda and not values.is_cuda:
+            return lanes.up(values, out)
+        out.copy_(values)
+        return out.nbytes
 
     def settle(self):
         """Wait for writes under way."""
@@ -643,7 +650,7 @@ class NvmeShard(Shard):
     """The same slice in a file; on its way to the device it passes one block-aligned buffer."""
 
     def __init__(self, tensor, weights, offset):
-        super().__init__(tensor, weights.lanes, "nvme")
+        super().__init__(tensor, "nvme")
         self.weights, self.offset, self.nbytes = weights, offset, tensor.nbytes
         self.coming, self.writes = None, []
 
@@ -675,8 +682,8 @@ class NvmeShard(Shard):
         """Wait for the read and copy the slice into `out`."""
         out.copy_(self._arrive())
 
-    def write(self, start, values, later=False):
-        """Start writing FP32 `values` at `start`; `settle` waits. A disk has no `later`."""
+    def write(self, start, values, lanes=None, later=False):
+        """Start writing `values` at `start`; `settle` waits. A disk has no `later`."""
         self.coming = None  # what was read ahead is old now
         buffer = nvme.empty(values.numel() * self.dtype.itemsize)
         piece = buffer[: values.numel() * self.dtype.itemsize]
@@ -684,6 +691,7 @@ class NvmeShard(Shard):
         self.weights.traffic["nvme_write"] += piece.nbytes
         place = self.offset + start * self.dtype.itemsize
         self.writes.append(self.weights.file.write(piece, place))
+        return piece.nbytes
 
     def settle(self):
         """Wait for the writes; raises OSError that names the file if one failed."""
@@ -707,10 +715,10 @@ class Weights:
             shard = NvmeShard(values.cpu().clone(), self, self.size)
             self.size += -(-shard.nbytes // nvme.BLOCK) * nvme.BLOCK
         elif self.tier == "host":
-            shard = Shard(self.lanes.host(values.numel(), values.dtype), self.lanes, "host")
+            shard = Shard(self.lanes.host(values.numel(), values.dtype), "host")
             shard.tensor.copy_(values)
         else:
-            shard = Shard(values.clone(), self.lanes)
+            shard = Shard(values.clone())
         self.shards.append(shard)
         return shard
 
@@ -739,24 +747,23 @@ class Weights:
 class Lanes:
     """Copies between a GPU and the host, on a stream of their own. Without a GPU: never used.
 
-    Every copy leaves an event, and whoever wants to read its target, or to write its source again,
-    waits for that event.
+    Every copy leaves an event, and whoever reads its target, or writes its source again, waits for
+    that event first.
     """
 
     def __init__(self, device, pin):
         self.pin = pin and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.arriving = deque()  # (event, staging buffer, sum on the host that it is added to)
-        self.landings, self.uploads = [], deque()  # reusable page-locked buffers
+        self.arriving = deque()  # (event, landing buffer, target, whether to add) going down
+        self.leaving = deque()  # (event, staging buffer or None) going up
+        self.spare = {}  # (numel, dtype) -> buffers that no copy uses any more
 
-    def host(self, numel, dtype, reuse=None):
+    def host(self, numel, dtype):
         """A host tensor (numel,), page-locked to the byte if asked for.
 
         torch rounds page-locked blocks up to a power of two, up to twice what was asked for, so
         the memory is allocated plainly and registered with the driver as it is.
         """
-        if reuse is not None and reuse.numel() == numel and reuse.dtype == dtype:
-            return reuse
         tensor = torch.empty(numel, dtype=dtype)
         if self.pin and numel:
             cudart, address = torch.cuda.cudart(), tensor.data_ptr()
@@ -765,46 +772,65 @@ class Lanes:
             weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address)
         return tensor
 
+    def _take(self, numel, dtype):
+        kept = self.spare.setdefault((numel, dtype), [])
+        return kept.pop() if kept else self.host(numel, dtype)
+
+    def _give(self, buffer):
+        self.spare[buffer.numel(), buffer.dtype].append(buffer)
+
     def down(self, source, target, add):
-        """Start a copy from the GPU to `target` on the host, or to a staging buffer to be added."""
-        while len(self.arriving) > 1:
-            self._land_one()
+        """Start a copy from the GPU to `target` on the host; `add`: to be added to it there."""
         landing = target
         if add:
-            kept = self.landings.pop() if self.landings else None
-            landing = self.host(source.numel(), source.dtype, kept)
+            while len(self.arriving) > 1:  # two landing buffers are enough
+                self._land()
+            landing = self._take(source.numel(), source.dtype)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             landing.copy_(source, non_blocking=True)
         source.record_stream(self.stream)  # its memory is not given away before the copy is done
-        self.arriving.append((self.stream.record_event(), landing, target if add else None))
+        self.arriving.append((self.stream.record_event(), landing, target, add))
 
-    def _land_one(self):
-        event, landing, target = self.arriving.popleft()
+    def _land(self):
+        event, landing, target, add = self.arriving.popleft()
         event.synchronize()
-        if target is not None:
+        if add:
             target.add_(landing)
-            self.landings.append(landing)
+            self._give(landing)
+
+    def wait_for(self, target):
+        """Wait until everything that was sent down to `target` is there."""
+        while any(target is other for _, _, other, _ in self.arriving):
+            self._land()
 
     def up(self, values, out):
-        """Round FP32 host `values` to the dtype of `out` on the GPU and start the copy."""
-        reuse = None
-        if len(self.uploads) > 1:
-            event, reuse = self.uploads.popleft()
-            event.synchronize()
-        staging = self.host(values.numel(), out.dtype, reuse)
-        staging.copy_(values)
+        """Start a copy of FP32 host `values` to `out` on the GPU, rounded to its dtype. Page-locked
+        values the GPU reads where they are, and rounds itself; others are rounded into a staging
+        buffer first. The caller leaves `values` alone until `settle`. Returns the bytes moved."""
+        staging = None
+        if not values.is_pinned():
+            while len(self.leaving) > 1:  # two staging buffers are enough
+                self._leave()
+            values = staging = self._take(values.numel(), out.dtype).copy_(values)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            out.copy_(staging, non_blocking=True)
-        self.uploads.append((self.stream.record_event(), staging))
+            out.copy_(values.to(out.device, non_blocking=True))
+        self.leaving.append((self.stream.record_event(), staging))
+        return values.nbytes
+
+    def _leave(self):
+        event, staging = self.leaving.popleft()
+        event.synchronize()
+        if staging is not None:
+            self._give(staging)
 
     def settle(self):
-        """Everything that came down may be read now; the GPU waits for everything going up."""
+        """Wait for everything under way, in both directions."""
         while self.arriving:
-            self._land_one()
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            self._land()
+        while self.leaving:
+            self._leave()
 
 
 # ---- the ranks -----------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ class ZeroStage2(Sharded):
                 for param, piece in bucket.views(bucket.flat):
                     param.data = piece.copy_(param.data)  # from now on a view of the buffer
                 self.ranks.broadcast(bucket.flat)
-                bucket.home = Shard(bucket.flat[bucket.mine], self.tier.lanes)
+                bucket.home = Shard(bucket.flat[bucket.mine])
                 self.every.append(bucket)
                 if named is self.trainable:
                     bucket.part = self.tier.partition(bucket.home, bucket.cuts(self.group_of))

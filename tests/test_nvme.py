@@ -1,6 +1,7 @@
 """nvme.py: every byte arrives, in order; what cannot arrive is said; nothing stays behind."""
 
 import contextlib
+import ctypes
 import errno
 import gc
 import multiprocessing
@@ -154,7 +155,7 @@ def test_whole_blocks_pass_by_the_page_cache_and_nothing_else_does(disk, monkeyp
     call_first(monkeypatch, "pwritev", lambda fd: calls.append(is_direct(fd)))
     file = disk.file("w", 4 * BLOCK)
     if file._direct is None:
-        pytest.skip("the file system of the temporary folder has no O_DIRECT")
+        pytest.skip("the temporary folder's file system has no O_DIRECT")
     file.write(blocks(3, 1), BLOCK).wait()
     assert calls == [True] * 3
     calls.clear()
@@ -238,6 +239,22 @@ def test_a_write_waits_for_the_read_and_the_write_of_its_place(disk, monkeypatch
     assert old.eq(1).all() and new.eq(3).all()
 
 
+def test_the_two_descriptors_of_a_file_are_used_in_turn(disk, monkeypatch):
+    file = disk.file("w", 8 * BLOCK)
+    if file._direct is None:
+        pytest.skip("the temporary folder's file system has no O_DIRECT")
+    gate, begun = slow(monkeypatch, "pwritev")
+    direct, odd = file.write(blocks(1, 1), 0), file.write(blocks(1, 2)[1:], 2 * BLOCK)
+    again = file.write(blocks(1, 3), 4 * BLOCK)  # with the first, but not with the odd one
+    until(lambda: begun)
+    time.sleep(0.02)
+    assert begun == [0]
+    gate.set()
+    for transfer in direct, odd, again:
+        transfer.wait()
+    assert begun == [0, 2 * BLOCK, 4 * BLOCK]
+
+
 def test_more_waiting_transfers_than_threads_do_not_lock_up(tmp_path):
     with contextlib.closing(nvme.Disk(tmp_path, threads=1, piece=BLOCK)) as disk:
         file = disk.file("w", 4 * BLOCK)
@@ -300,6 +317,7 @@ def test_short_transfers_go_on_and_interrupted_ones_again(tmp_path, monkeypatch,
     with contextlib.closing(nvme.Disk(tmp_path, 1, 4 * BLOCK, direct)) as disk:
         values = torch.randint(256, (8 * BLOCK,), dtype=torch.uint8)
         file, back = disk.file("w", 8 * BLOCK), nvme.empty(8 * BLOCK)
+        had_direct = bool(file._direct)
         for name in "pwritev", "preadv":
             left = flaky(monkeypatch, name, InterruptedError(), BLOCK, InterruptedError(), BLOCK)
             file.write(aligned(values), 0).wait()
@@ -312,6 +330,7 @@ def test_short_transfers_go_on_and_interrupted_ones_again(tmp_path, monkeypatch,
         monkeypatch.setattr(nvme.Transfer, "_call", short_once(nvme.Transfer._call, 1000))
         file.read(back, 0).wait()
         assert torch.equal(back, values.flip(0))
+        assert bool(file._direct) == had_direct  # not given up for it
 
 
 def short_once(real, count):
@@ -454,16 +473,22 @@ def assert_no_room(disk, nbytes, number):
     assert len(os.listdir("/dev/fd")) == len(before)
 
 
+def mount_small_disk(path):
+    """A disk of 64 KiB at `path`, for this process alone and gone with it; whether it worked."""
+    clone_newns = 0x20000  # <sched.h>
+    if sys.platform != "linux" or ctypes.CDLL(None).unshare(clone_newns):
+        return False
+    alone = ["mount", "--make-rprivate", "/"]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(path)]
+    return all(not subprocess.run(run, capture_output=True).returncode for run in (alone, mount))
+
+
 @pytest.mark.parametrize("fallocate", [True, False])
 def test_a_full_disk_is_said_with_need_and_free(tmp_path, monkeypatch, fallocate):
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
-    if (
-        sys.platform != "linux"
-        or os.geteuid()
-        or subprocess.run(mount, capture_output=True).returncode
-    ):
-        pytest.skip("only root can mount a small tmpfs")
-    try:
+    def child(pipe):
+        if not mount_small_disk(tmp_path):
+            pipe.send("no mount")
+            return
         if not fallocate:
             monkeypatch.delattr(os, "posix_fallocate")
         with contextlib.closing(nvme.Disk(tmp_path)) as disk:
@@ -472,8 +497,13 @@ def test_a_full_disk_is_said_with_need_and_free(tmp_path, monkeypatch, fallocate
             file.write(blocks(8, 1), 0)
             file.read(back, 0).wait()
             assert back.eq(1).all()
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        pipe.send("done")
+
+    result = in_child(child)
+    if result == "no mount":
+        pytest.skip("only root on Linux can mount a small disk")
+    assert result == "done"
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_limit_on_file_size_is_said_with_need_and_free(tmp_path):
@@ -671,6 +701,16 @@ def test_names_that_are_not_ours_and_links_are_left_alone(tmp_path):
     assert set(os.listdir(path)) == before - {dead.name}
     assert (home / "thesis").exists() and (strange / "deep").exists()
     assert (path / "zero-nvme-mine" / "thesis").exists()
+
+
+def test_another_users_folder_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "zero-nvme-abcdefgh.run").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        nvme.Disk(tmp_path).close()
+    assert os.listdir(tmp_path) == ["zero-nvme-abcdefgh.run"]
+    nvme.Disk(tmp_path).close()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_file_system_without_locks_loses_no_folder(tmp_path, monkeypatch):
