@@ -112,13 +112,13 @@ def probe(optimizer_class, options, device):
 
     Raises ValueError if it does not.
     """
-    options = {**options, "lr": 0.1} if "lr" in options else options
+    options = {**options, "lr": 0.1}
     draw = torch.Generator().manual_seed(0)
     weight, *grads = (torch.randn(4, 3, generator=draw).to(device) for _ in range(4))
 
     def train(cut):
         param = torch.nn.Parameter(cut(weight).clone())
-        optimizer = optimizer_class([{"params": [param], **options}])
+        optimizer = optimizer_class([{**options, "params": [param]}])
         for grad in grads:
             param.grad = cut(grad).clone()
             optimizer.step()
@@ -155,7 +155,7 @@ class Fragment:
 class Group:
     """At most `sub_group_size` elements of one slice: the unit of update and of disk transfer."""
 
-    def __init__(self, tier, partition, start, end, cuts):
+    def __init__(self, partition, start, end, cuts):
         self.partition, self.start, self.numel = partition, start, end - start
         self.fragments = []
         for name, param_group, a, b in cuts:
@@ -165,18 +165,19 @@ class Group:
                 self.fragments.append(Fragment(name, param_group, a - start, b - start))
         self.offset = 0  # bytes into the file, on NVMe
         self.rows = {}  # kind -> FP32 tensor (numel,), while the group is in memory
-        self._build(tier)
+        self.optimizer = None  # a torch optimizer over the fragments, from the first `attach` on
+        self.param_groups = list(dict.fromkeys(f.param_group for f in self.fragments))
 
-    def _build(self, tier):
-        # A torch optimizer of its own, with one param group for each outer one that it meets.
-        nothing = torch.empty(0, device=tier.device)
-        outer = {}
+    def _build(self):
+        # One param group for each outer one. Some optimizers make their state here, most later.
+        tier, outer = self.partition.tier, {i: [] for i in self.param_groups}
         for f in self.fragments:
-            f.leaf = torch.nn.Parameter(nothing)
-            outer.setdefault(f.param_group, []).append(f.leaf)
-        self.param_groups = list(outer)
+            f.leaf = torch.nn.Parameter(self.rows[MASTER][f.start : f.end])
+            outer[f.param_group].append(f.leaf)
         groups = [{**tier.options(i), "params": leaves} for i, leaves in outer.items()]
-        self.optimizer = tier.optimizer_class(groups) if groups else None
+        self.optimizer = tier.optimizer_class(groups)
+        for f in self.fragments:
+            self._adopt(f)
 
     def holds(self, active):
         """Whether a parameter of `active` has a part in this group."""
@@ -185,6 +186,8 @@ class Group:
     def attach(self, rows):
         """Point master weights and existing state at `rows`, wherever they are in memory now."""
         self.rows = rows
+        if self.fragments and self.optimizer is None:
+            self._build()
         for f in self.fragments:
             f.leaf.data = rows[MASTER][f.start : f.end]
             state = self.optimizer.state.get(f.leaf, {})
@@ -209,8 +212,8 @@ class Group:
             self._adopt(f)
 
     def _adopt(self, fragment):
-        # A torch optimizer makes its state at the first step: move what it made into the flat rows.
-        state = self.optimizer.state[fragment.leaf]
+        # What the torch optimizer has made as its state moves into the flat rows.
+        state = self.optimizer.state.get(fragment.leaf, {})
         for kind in state.keys() & self.rows.keys():
             row = self.rows[kind][fragment.start : fragment.end]
             if state[kind].data_ptr() != row.data_ptr():
@@ -233,7 +236,7 @@ class Partition:
         limit = tier.settings.sub_group_size if tier.settings else self.numel
         while start < self.numel:
             end = self._end_of_group(start, limit, cuts)
-            self.groups.append(Group(tier, self, start, end, cuts))
+            self.groups.append(Group(self, start, end, cuts))
             start = end
 
     def _end_of_group(self, start, limit, cuts):
@@ -342,8 +345,8 @@ class Tier:
         self.sums_on_host = settings is not None and settings.accumulate_on == "host"
         self.outer = outer  # the param groups that the user and the schedulers see
         # Elementwise state, such as ["exp_avg", "exp_avg_sq"]; groups may ask for different ones.
-        groups = [probe(optimizer_class, self.options(i), self.device) for i in range(len(outer))]
-        self.kinds = list(dict.fromkeys(itertools.chain(*groups)))
+        kinds = [probe(optimizer_class, self.options(i), self.device) for i in range(len(outer))]
+        self.kinds = list(dict.fromkeys(itertools.chain(*kinds)))
         self.accum_dtype, self.traffic = accum_dtype, traffic
         self.lanes = Lanes(device, settings is not None and settings.pin_memory)
         self.partitions = []
@@ -367,7 +370,7 @@ class Tier:
             part.master = self.lanes.host(part.numel, torch.float32).copy_(part.home.values())
         elif not shared:
             part.master = part.home.values().to(self.device, torch.float32, copy=True)
-        part.state = torch.empty(len(self.kinds), part.numel, device=self.device)
+        part.state = torch.zeros(len(self.kinds), part.numel, device=self.device)
         for group in part.groups:
             here = slice(group.start, group.start + group.numel)
             rows = {kind: part.state[i, here] for i, kind in enumerate(self.kinds)}
@@ -529,6 +532,8 @@ class NvmeTier(Tier):
         for part in self.partitions:
             values = part.home.values().float()
             for group in self.visit(part.groups, read=False):
+                for row in group.rows.values():
+                    row.zero_()
                 group.rows[MASTER].copy_(values[group.start : group.start + group.numel])
 
     def visit(self, groups, read=True, write=True):
@@ -937,9 +942,10 @@ class Ranks:
         """Raise RanksDisagree that says who did what; a rank with an error of its own raises it."""
         said = doing if error is None else f"{doing} failed with {type(error).__name__}: {error}"
         told = self.gather(said)
-        if error is None:
-            said = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(told))
-            raise RanksDisagree(f"the ranks do not do the same thing: {said}")
+        if error is not None:
+            raise error
+        said = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(told))
+        raise RanksDisagree(f"the ranks do not do the same thing: {said}")
 
     @contextlib.contextmanager
     def together(self, doing):
@@ -950,8 +956,6 @@ class Ranks:
         except Exception as caught:
             error = caught
         self.agree(doing, error=error)
-        if error is not None:
-            raise error
 
     def gather(self, mine):
         """A small object of every rank, in rank order."""
@@ -1121,25 +1125,23 @@ def check_arguments(given):
             raise ValueError(f'{name}={given[name]!r}: give an Offload, such as Offload("cpu")')
 
 
-def check_model(ranks, named, group_of, optimizer_class):
-    """Raise ValueError, on every rank, for a model that cannot be sharded or differs by rank.
-
-    named: {name: Parameter}; group_of: {name: index of its param group}.
-    """
-    problem, owner = None, {}
-    for name, p in named.items():
+def check_model(zero, arguments):
+    """Raise ValueError, on every rank, for a model that cannot be sharded, and for a model or
+    arguments, {name: value}, that differ by rank."""
+    problem, owner, ranks = None, {}, zero.ranks
+    for name, p in [*zero.named.items(), *zero.model.named_buffers()]:
         place = p.untyped_storage().data_ptr()
-        if p.device != ranks.device:
+        if p.device != ranks.device and name in zero.named:
             problem = f"{name} is on {p.device}, others on {ranks.device}: move the model first"
-        elif place and owner.setdefault(place, name) != name:
+        elif place and owner.setdefault(place, name) != name and owner[place] in zero.named:
             problem = (
                 f"{name} and {owner[place]} share memory without being one parameter: tie them "
                 "(one Parameter under two names), or close() the Zero object that manages the model"
             )
-        elif name in group_of and p.requires_grad and p.dtype not in TRAINABLE:
+        elif name in zero.group_of and p.requires_grad and p.dtype not in TRAINABLE:
             problem = f"{name} is {p.dtype}: an FP32 master fits float32, bfloat16 and float16 only"
-    about = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in named.items()]
-    about += [sorted(group_of.items()), optimizer_class.__name__]
+    about = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in zero.named.items()]
+    about += [sorted(zero.group_of.items()), *sorted(arguments.items())]
     # Every rank comes here, whatever it found, so that all of them raise.
     seen = ranks.gather((problem, about))
     for rank, (problem, theirs) in enumerate(seen):
@@ -1147,7 +1149,7 @@ def check_model(ranks, named, group_of, optimizer_class):
             raise ValueError(f"rank {rank}: {problem}")
         for a, b in itertools.zip_longest(seen[0][1], theirs):
             if a != b:
-                raise ValueError(f"the model differs: rank 0 has {a}, rank {rank} has {b}")
+                raise ValueError(f"model or arguments differ: rank 0 has {a}, rank {rank} has {b}")
 
 
 # ---- what every stage has besides its mechanism --------------------------------------------------
@@ -1163,15 +1165,21 @@ class Sharded(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         """Add a group as torch does; its parameters belong to the model. After construction this
         is collective: state and weights are carried over into a new partition."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        own, have = {id(p) for p in self.model.parameters()}, {id(p) for p in params}
+        if len(have) < len(params):
+            raise ValueError("param_groups: a parameter is listed twice in one group; list it once")
+        if not have <= own:
+            raise ValueError("param_groups: a parameter is not one of model.parameters()")
+        if any(id(p) in have for group in self.param_groups for p in group["params"]):
+            raise ValueError(
+                "param_groups: some parameters appear in more than one parameter group"
+            )
         carried = self.state_dict() if self._built else None
         if carried:
             self._unbuild()
-        super().add_param_group(param_group)
-        own, params = {id(p) for p in self.model.parameters()}, self.param_groups[-1]["params"]
-        if len({id(p) for p in params}) < len(params):
-            raise ValueError("param_groups: a parameter is listed twice in one group; list it once")
-        if any(id(p) not in own for p in params):
-            raise ValueError("param_groups: a parameter is not one of model.parameters()")
+        super().add_param_group({**param_group, "params": params})
         if carried:
             self._build()
             fresh = self.state_dict()
@@ -1323,14 +1331,18 @@ class Sharded(torch.optim.Optimizer):
     def _check_alive(self):
         if self._dead:
             raise RuntimeError(f"this optimizer cannot go on: {self._dead}; construct a new one")
-        if self._spoiled:
-            raise RuntimeError(f"{self._spoiled}: call zero_grad() to drop its window and go on")
         for name, param in self.frozen.items():
             if param.requires_grad and name not in self._idle:
                 raise RuntimeError(
                     f"{name} was frozen at construction and requires a gradient now, but has no "
                     "optimizer state: freeze it again, or construct the optimizer anew"
                 )
+
+    def _failure(self):
+        # Of a backward on this rank: an error for the next exchange, so that all ranks raise.
+        if self._spoiled:
+            return RuntimeError(f"{self._spoiled}: call zero_grad() to drop its window and go on")
+        return None
 
     def _check_scaled(self):
         due = f"the loss scale {self.loss_scale:g}" if self.loss_scale != 1.0 else None

@@ -90,16 +90,17 @@ class Bucket:
         """Move `p.grad` into the flat gradient, times `mean` = 1/N: the mean over ranks is taken
         where a gradient enters, so a finite mean cannot overflow on the way."""
         param = self.params[index]
+        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
         if self.grad is None:
             self.grad = torch.empty(self.numel, dtype=dtype, device=param.device)
         start = self.offsets[index]
         piece = self.grad[start : start + param.numel()].view(param.shape)
         if index in self.written:
-            piece.add_(param.grad, alpha=mean)
-        elif param.grad.dtype == dtype:
-            torch.mul(param.grad, mean, out=piece)
+            piece.add_(grad, alpha=mean)
+        elif grad.dtype == dtype:
+            torch.mul(grad, mean, out=piece)
         else:
-            piece.copy_(param.grad).mul_(mean)
+            piece.copy_(grad).mul_(mean)
         param.grad = None
         self.written.add(index)
         self.waiting.discard(index)
@@ -127,6 +128,8 @@ class ZeroStage2(Sharded):
     and buffers are taken. Raises ValueError, on every rank, for what cannot work.
     """
 
+    reduces_in_hooks = True  # of gradients; stage 3 starts reductions when ranks vote
+
     # --- same in every stage: construction ---
     def __init__(
         self,
@@ -149,9 +152,11 @@ class ZeroStage2(Sharded):
         process_group=None,
         **options,
     ):
-        given = locals()
+        given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         offload.check_arguments(given)
         self._check_stage(given)
+        skip = ("model", "param_groups", "offload_optimizer", "offload_param", "process_group")
+        self.arguments = {name: str(value) for name, value in given.items() if name not in skip}
         self.model, self.optimizer_class = model, optimizer_class
         self.managed = managed_gradient_accumulation
         self.accumulation_steps, self.clip = gradient_accumulation_steps, gradient_clipping
@@ -169,7 +174,7 @@ class ZeroStage2(Sharded):
         self._warned = set()
         where = torch.device("cpu") if offload_optimizer else self.device
         options = offload.optimizer_options(optimizer_class, options, self.device, where)
-        defaults = optimizer_class([torch.zeros(1)], **options).defaults
+        defaults = optimizer_class([torch.zeros(2, 2)], **options).defaults
         super().__init__(model.parameters() if param_groups is None else param_groups, defaults)
         self._build()
 
@@ -178,7 +183,7 @@ class ZeroStage2(Sharded):
         self.named = dict(self.model.named_parameters())
         groups = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         self.group_of = {n: groups[id(p)] for n, p in self.named.items() if id(p) in groups}
-        offload.check_model(self.ranks, self.named, self.group_of, self.optimizer_class)
+        offload.check_model(self, self.arguments)
         self.trainable = {
             n: p for n, p in self.named.items() if n in self.group_of and p.requires_grad
         }
@@ -191,7 +196,7 @@ class ZeroStage2(Sharded):
         )  # fmt: skip
         self.buckets, self.every, self._hooks = [], [], []
         self._in_flight, self._tasks = deque(), set()
-        self._open = self._explicit = self._announced = False
+        self._open = self._explicit = self._announced = self._eager = False
         self._spoiled = None
         self._partition()
         self.ranks.words = 5 + max(len(self.names), len(self.buckets))
@@ -264,7 +269,7 @@ class ZeroStage2(Sharded):
         self._begin_backward()
         bucket.take(index, 1 / self.ranks.world, self.accum_dtype)
         self._active.add(bucket.names[index])
-        if self.overlap and self._reduces_now():
+        if self._eager:
             self._reduce_ready()
 
     def backward(self, loss, gradient=None, scale_wrt_gas=True, retain_graph=False):
@@ -317,8 +322,9 @@ class ZeroStage2(Sharded):
             self._check_alive()
             self._check_scaled()
             if self._reduces_now():
-                self.ranks.agree("backward")
+                self.ranks.agree("backward", error=self._failure())
             self._open, self._finalized, self._next = True, False, 0
+            self._eager = self.overlap and self._reduces_now() and self.reduces_in_hooks
             for bucket in self.buckets:
                 bucket.waiting = set(range(len(bucket.params)))
         task = torch._C._current_graph_task_id()
@@ -376,23 +382,20 @@ class ZeroStage2(Sharded):
 
     @torch.no_grad()
     def _reduce_pending(self, error=None):
-        """Reduce what is left when backward ends: buckets that never filled up, with zeros for
-        what is missing, and gradients that came after their bucket had gone (a parameter in two
-        reentrant checkpoints). Ranks may have seen different branches, so they vote first."""
-        left = [(1 + (i < self._next)) * bool(b.written) for i, b in enumerate(self.buckets)]
-        votes = self.ranks.exchange("reduce", [self._next, *left], error)
-        farthest = int(votes[:, 2].max())
-        for bucket in self.buckets[self._next : farthest]:
-            self._start_reduce(bucket)  # another rank has sent its share and waits for this one
-        self._next = len(self.buckets)
+        """Reduce what is left when backward ends. If buckets went as they filled up, the others
+        follow now, zeros for what is missing: ranks that took other branches wait for them. Then
+        all vote which buckets hold something still, such as the second gradient of a parameter in
+        two reentrant checkpoints, and reduce those."""
+        for bucket in self.buckets[self._next :] if self._eager else ():
+            self._start_reduce(bucket)
+        self._eager = False
+        votes = self.ranks.exchange("reduce", [bool(b.written) for b in self.buckets], error)
         if votes[:, 1].any():
             self._settle()
             self._spoiled = "the last backward failed"
             self.ranks.disagree("backward", error)
-            return
-        for i, bucket in enumerate(self.buckets):
-            vote = votes[:, 3 + i].max()
-            if vote == 2 or (vote == 1 and i >= farthest):
+        for bucket, left in zip(self.buckets, votes[:, 2:].any(dim=0).tolist(), strict=False):
+            if left:
                 self._start_reduce(bucket)
         self._settle()
 
@@ -448,9 +451,9 @@ class ZeroStage2(Sharded):
         if self._finalized:
             return
         with record_function("zero/boundary"):
-            self._before_norm()
+            self._before_norm(self._failure())
             mine = [self.tier.norm_squared(), *(name in self._active for name in self.names)]
-            votes = self.ranks.agree("boundary", mine)
+            votes = self.ranks.agree("boundary", mine, self._failure())
             used = votes[:, 1:].any(dim=0).tolist()
             self._joint = {name for name, yes in zip(self.names, used, strict=True) if yes}
             self.global_grad_norm = math.sqrt(votes[:, 0].sum()) / self.loss_scale
@@ -477,6 +480,8 @@ class ZeroStage2(Sharded):
             return loss
         self._stepping = True
         try:
+            if self._finalized:
+                self.ranks.agree("step", error=self._failure())
             self.finalize_gradient_accumulation_boundary()
             if self._joint and math.isfinite(self.global_grad_norm):
                 self._update()
@@ -519,7 +524,8 @@ class ZeroStage2(Sharded):
         """Drop the window, wherever its sums live. Also the way on after a failed backward."""
         self._check_dropping()
         if self._open:  # a plain backward raised here, and the other ranks wait for its end
-            self._end_backward(RuntimeError("backward was given up"))
+            with contextlib.suppress(RuntimeError):
+                self._end_backward(RuntimeError("backward was given up"))
         self._settle()
         self._spoiled, self._announced = None, False
         self._clear_grads()
@@ -539,7 +545,7 @@ class ZeroStage2(Sharded):
 
     # --- end ---
 
-    def _before_norm(self):
+    def _before_norm(self, error):
         pass  # every backward has reduced its gradients already
 
     def _refresh_weights(self, names):
