@@ -45,7 +45,7 @@ $(VENV)/.run: requirements.txt
 	@$(PIP) -r requirements.txt
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt $(VENV)/.run
+$(VENV)/.dev: requirements-dev.txt requirements-notebooks.txt $(VENV)/.run
 	@$(PIP) -r requirements-dev.txt
 	@touch $@
 
@@ -64,6 +64,10 @@ demo: $(VENV)/.run ## train with every stage, offload and mode on two ranks, and
 .PHONY: test
 test: $(VENV)/.dev ## run the whole test suite
 	@$(RUN) -m pytest -q
+
+.PHONY: notebooks
+notebooks: $(VENV)/.dev ## run the course, each notebook top to bottom, and keep the outputs
+	@$(RUN) notebooks/build.py
 
 .PHONY: lint
 lint: $(VENV)/.dev ## check style and formatting, change nothing

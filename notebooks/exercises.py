@@ -1,0 +1,436 @@
+"""The exercises: blanks cut out of the real code, and what a right answer does.
+
+An exercise names a function of a product file and the lines to leave out. The blank in the notebook
+and the solution are both cut from that file by a script (build.py), so they cannot drift from it.
+To check an answer, `scenario` runs on every rank, once with the real function and once with the
+answer in its place, and returns facts; the first fact that differs is told in the words of
+`explain`. So a check compares behaviour, never text.
+
+    add("take", notebook="01_stage1", file="stage1.py", function="Bucket.take",
+        first="piece = ", last="copy_",        # leave out from the first line that has this to
+        scenario=..., explain={fact: ...})     # the next that has that
+
+Read first: `cut`, `trial` (on a rank), `verdict` (in the notebook).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import textwrap
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One blank. `explain`: {fact: text or function(wanted, got, rank) -> text}."""
+
+    name: str
+    notebook: str
+    file: str
+    function: str  # qualified, such as "Bucket.take"
+    first: str
+    last: str
+    why: str  # for the solution: what the lines do
+    praise: str  # what a right answer is told
+    scenario: Callable
+    explain: dict = field(default_factory=dict)
+    blank: str = ""  # what the blank says; default: its number of lines
+
+
+EXERCISES = {}
+
+
+def add(name, **about):
+    """Register an exercise whose scenario is the decorated function."""
+
+    def register(scenario):
+        EXERCISES[name] = Exercise(name=name, scenario=scenario, **about)
+        return scenario
+
+    return register
+
+
+# ---- cutting -------------------------------------------------------------------------------------
+
+
+def find(path, name):
+    """(first line number, last, [its lines, dedented]) of a function or class in a file."""
+    text = path.read_text()
+    node = ast.parse(text)
+    for part in name.split("."):
+        inside = [n for n in node.body if getattr(n, "name", None) == part]
+        if not inside:
+            raise LookupError(f"{path.name} has no {name}: it was renamed, so mend its exercise")
+        node = inside[0]
+    start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    lines = text.splitlines()[start - 1 : node.end_lineno]
+    return start, node.end_lineno, textwrap.dedent("\n".join(lines)).splitlines()
+
+
+def cut(ex):
+    """(the whole function, the same with a blank, the lines left out)."""
+    _, _, lines = find(ROOT / ex.file, ex.function)
+    starts = [i for i, line in enumerate(lines) if ex.first in line]
+    ends = [i for i, line in enumerate(lines) if starts and i >= starts[0] and ex.last in line]
+    if not ends:
+        raise LookupError(
+            f"{ex.function} in {ex.file} has no line with {ex.first!r} and {ex.last!r} at or after "
+            f"it: the code changed, so mend the marks of exercise {ex.name!r}"
+        )
+    left_out = lines[starts[0] : ends[0] + 1]
+    indent = left_out[0][: -len(left_out[0].lstrip())]
+    count = sum(bool(line.strip()) and line.strip()[0] != "#" for line in left_out)
+    about = ex.blank or f"about {count} line{'s' if count > 1 else ''}"
+    blank = f"{indent}...  # your code: {about}"
+    return (
+        "\n".join(lines),
+        "\n".join([*lines[: starts[0]], blank, *lines[ends[0] + 1 :]]),
+        textwrap.dedent("\n".join(left_out)),
+    )
+
+
+# ---- checking ------------------------------------------------------------------------------------
+
+
+def trial(name, answer):
+    """On a rank: (facts with the real function, facts with the answer, what went wrong)."""
+    from course import replaced
+
+    ex = EXERCISES[name]
+    wanted = ex.scenario()
+    module = importlib.import_module(ex.file.removesuffix(".py"))
+    *owner, function = ex.function.split(".")
+    made = {}
+    try:
+        exec(compile(answer, "<your code>", "exec"), vars(module), made)
+        if function not in made:
+            return wanted, {}, f"the cell defines no function {function}"
+        owner = getattr(module, owner[0]) if owner else module
+        with replaced(owner, function, made[function]):
+            return wanted, ex.scenario(), ""
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        mine = [frame.lineno for frame in frames if frame.filename == "<your code>"]
+        line = f" in line {mine[-1]} of your code" if mine else ""
+        return wanted, {}, f"{type(error).__name__}{line}: {error}"
+
+
+def verdict(ranks, ex, answer):
+    """What is wrong with an answer, or an empty string."""
+    try:
+        compile(answer, "<your code>", "exec")
+    except SyntaxError as error:
+        return f"line {error.lineno} is no Python: {error.msg}"
+    results = ranks.run(trial, ex.name, answer)
+    errors = [(rank, error) for rank, (_, _, error) in enumerate(results) if error]
+    if errors:
+        ranks.reset()
+        return "; ".join(f"on rank {rank} {error}" for rank, error in errors)
+    for fact in results[0][0]:
+        for rank, (wanted, got, _) in enumerate(results):
+            if not same(wanted[fact], got.get(fact)):
+                return _told(ex, fact, wanted[fact], got.get(fact), rank)
+    return ""
+
+
+def _told(ex, fact, wanted, got, rank):
+    text = ex.explain.get(fact, "")
+    text = text(wanted, got, rank) if callable(text) else text
+    return f"{text} (Rank {rank}, {fact}: yours gives {brief(got)}, the real code {brief(wanted)}.)"
+
+
+def same(a, b):
+    """Equal, through lists, dicts and tensors; NaN equals itself."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same_kind = (a.shape, a.dtype) == (b.shape, b.dtype)
+        return same_kind and torch.equal(a.nan_to_num(1e30), b.nan_to_num(1e30))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and a == b
+
+
+def brief(value):
+    """A value in a few words."""
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return "; ".join(brief(v) for v in value[:2]) + ("; ..." if len(value) > 2 else "")
+    if isinstance(value, torch.Tensor):
+        shown = ", ".join(f"{v:.4g}" for v in value.flatten()[:6].tolist())
+        return f"[{shown}{', ...' if value.numel() > 6 else ''}]"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
+
+# ---- 00_memory -----------------------------------------------------------------------------------
+
+
+def _reduce_scatter_wrong(wanted, got, rank):
+    if got is None:
+        return "Nothing comes back: give back a function that waits and returns the slice."
+    if got.shape != wanted.shape:
+        return f"A slice has numel / {6 // len(wanted)} elements; this has another shape."
+    if torch.equal(got * (6 // len(wanted)), wanted):
+        return "That is the mean. The mean is taken elsewhere: here the slices are only summed."
+    if torch.equal(got.diff(), torch.full_like(got.diff(), 100.0)):
+        return "These are the numbers of one rank: add up what all ranks sent."
+    return "Is it slice r that rank r gets, and does every rank's share count once?"
+
+
+@add(
+    "reduce_scatter",
+    notebook="00_memory",
+    file="offload.py",
+    function="Ranks.reduce_scatter",
+    first="if self.gloo:",
+    last="return lambda: (work.wait(), mine)",
+    blank="about 3 lines, for gloo alone",
+    why="`all_to_all_single` sends slice i to rank i. What arrives is one slice from each rank: as "
+    "a matrix with a row per rank, its sum over the rows is this rank's slice of the sum, added in "
+    "the same order in every run. The lambda waits, and only then adds. The second half is for "
+    "other backends, which have a reduce-scatter of their own.",
+    praise="Rank r has slice r of the sum, and nothing blocks before wait.",
+    explain={
+        "returns a function": "Give back a function that waits and returns the slice; "
+        "all_to_all_single with async_op=True returns at once.",
+        "slice": _reduce_scatter_wrong,
+        "two at once": "Two reduce-scatters under way at once get in each other's way: each needs "
+        "its own buffer.",
+        "the full buffer is left alone": "The caller's buffer was overwritten.",
+    },
+)
+def _reduce_scatter():
+    from collections import Counter
+
+    from offload import Ranks
+
+    ranks = Ranks(None, torch.device("cpu"), Counter())
+    full = torch.arange(6.0) * 100 + ranks.rank + 1
+    kept, other = full.clone(), full * 2
+    first = ranks.reduce_scatter(full)
+    second = ranks.reduce_scatter(other)
+    if not callable(first):
+        return {"returns a function": False}
+    got = first()
+    return {
+        "returns a function": True,
+        "slice": got,
+        "two at once": second() if callable(second) else None,
+        "the full buffer is left alone": torch.equal(full, kept),
+    }
+
+
+# ---- 01_stage1 -----------------------------------------------------------------------------------
+
+
+def _take_once_wrong(wanted, got, rank):
+    if torch.equal(got, wanted * 4):
+        return "The gradient is not multiplied with `mean`: ranks would be summed, not averaged."
+    return "The first gradient of a window has to overwrite: the memory holds anything before."
+
+
+def _take_twice_wrong(wanted, got, rank):
+    if torch.equal(got * 4, wanted.new_tensor([8.0, 80.0, 800.0])):
+        return "The second gradient replaced the first: only the last micro-batch would count. Add."
+    if torch.equal(got, wanted.new_tensor([9.0, 90.0, 900.0])):
+        return "The gradient that is added is not multiplied with `mean`."
+    return "The second gradient of a window has to be added to the first, times `mean`."
+
+
+@add(
+    "take",
+    notebook="01_stage1",
+    file="stage1.py",
+    function="Bucket.take",
+    first="if index in self.written",
+    last="piece.copy_(",
+    why="Three cases: add in one pass; the same dtype, so one pass writes gradient times mean; or "
+    "convert to FP32 first and multiply there. The other way round a bf16 gradient would be "
+    "rounded to 8 bits once more. The mean is taken before the sum, so no finite mean overflows.",
+    praise="First overwrite, then add, in FP32, and the mean is taken on the way in.",
+    explain={
+        "after one gradient": _take_once_wrong,
+        "after two gradients": _take_twice_wrong,
+        "a bf16 gradient": "Convert to the dtype of `piece` first and multiply there: a product in "
+        "bf16 has 8 bits.",
+    },
+)
+def _take():
+    from collections import Counter
+
+    import stage1
+    from offload import Ranks
+
+    ranks = Ranks(None, torch.device("cpu"), Counter())
+
+    def taken(dtype, mean, *gradients):
+        param = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+        bucket = stage1.Bucket(["w"], [param], ranks)
+        bucket.grad = torch.full((bucket.numel,), 7.0)  # as uninitialized memory may look
+        for gradient in gradients:
+            param.grad = torch.tensor(gradient, dtype=dtype)
+            bucket.take(0, mean, torch.float32)
+        return bucket.grad[:3].clone()
+
+    one, two = [4.0, 40.0, 400.0], [8.0, 80.0, 800.0]
+    return {
+        "after one gradient": taken(torch.float32, 0.25, one),
+        "after two gradients": taken(torch.float32, 0.25, one, two),
+        "a bf16 gradient": taken(torch.bfloat16, 1 / 3, [1.0, 2.0, 5.0]),
+    }
+
+
+# ---- 02_stage2 -----------------------------------------------------------------------------------
+
+
+@add(
+    "start_reduce",
+    notebook="02_stage2",
+    file="stage2.py",
+    function="ZeroStage2._start_reduce",
+    first="full = bucket.give",
+    last="self._in_flight.append",
+    why="`give` hands the full gradient over, so the bucket starts the next backward afresh: its "
+    "memory goes when the reduce-scatter has ended. `self._in_flight` is a queue: what started "
+    "first is waited for first, in the same order on all ranks.",
+    praise="Each backward leaves its slice in the sum, and the full gradient is gone.",
+    explain={
+        "slices arrive": "After a backward no slice was added to the sums: start the "
+        "reduce-scatter and append (bucket, wait) to self._in_flight.",
+        "sums": "The sums of the window are wrong: is it this bucket's gradient, for this bucket?",
+        "bytes of gradients": "More than the slices is kept after a backward: `give` must hand the "
+        "full gradient over, and nobody may keep it.",
+        "bytes sent": "Gradients travel in self.reduce_dtype, here bf16: half of FP32's bytes.",
+        "weights": "The weights after the step differ.",
+    },
+)
+def _start_reduce():
+    import stage2
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+    options = {"reduce_bucket_size": 30, "reduce_dtype": torch.bfloat16}
+    zero = stage2.ZeroStage2(model, managed_gradient_accumulation=False, **options)
+    with zero:
+        x = torch.arange(8.0).view(2, 4) * (1 + zero.ranks.rank)
+        for _ in range(2):
+            zero.backward(model(x).square().mean())
+        facts = {"slices arrive": all(b.part.sum is not None for b in zero.buckets)}
+        if not facts["slices arrive"]:
+            return facts
+        facts["bytes sent"] = zero.traffic["reduce_scatter"]
+        facts["sums"] = [bucket.part.sum.clone() for bucket in zero.buckets]
+        facts["bytes of gradients"] = zero.memory()["device"]["grads"]
+        zero.step()
+        facts["weights"] = [p.detach().clone() for p in model.parameters()]
+    return facts
+
+
+# ---- 03_stage3 -----------------------------------------------------------------------------------
+
+
+@add(
+    "gather",
+    notebook="03_stage3",
+    file="stage3.py",
+    function="ZeroStage3._gather",
+    first="for bucket in unit.buckets",
+    last="unit.waits.append",
+    why="The buffer is made here and not kept: that is what saves the memory. Its own slice has to "
+    "be in place before the all-gather starts, since the other ranks get it from there. What comes "
+    "back is kept, not called: whoever needs the weights waits, and until then the link works "
+    "beside the computation.",
+    praise="The slice is in place, the all-gather has started, and nobody waited.",
+    explain={
+        "the full buffer is made": "bucket.flat is still None, or has not bucket.numel elements.",
+        "this rank's slice is in it": "bucket.home.read has to copy this rank's slice to "
+        "bucket.flat[bucket.mine], before the all-gather starts.",
+        "started and not waited for": "Append what self.ranks.all_gather returns to unit.waits, "
+        "one for each bucket, and do not call it.",
+        "bytes sent": "The all-gather of every bucket is to be started once.",
+        "weights": "After the wait the weights are not the model's.",
+        "used by close()": "close(), which gathers all units, fails with it.",
+    },
+)
+def _gather():
+    import stage3
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2).bfloat16())
+    zero = stage3.ZeroStage3(model, managed_gradient_accumulation=False)
+    (unit,) = zero.units  # with two buckets, one for each dtype
+    zero.traffic.clear()
+    zero._gather(unit)
+    made = [b.flat is not None and (b.flat.numel(), b.flat.dtype) for b in unit.buckets]
+    facts = {"the full buffer is made": str(made)}
+    if all(made):
+        own = [torch.equal(b.flat[b.mine], b.home.tensor) for b in unit.buckets]
+        facts["this rank's slice is in it"] = own
+        facts["started and not waited for"] = [callable(wait) for wait in unit.waits]
+        facts["bytes sent"] = zero.traffic["all_gather"]
+        for wait in filter(callable, unit.waits):
+            wait()
+        facts["weights"] = [b.flat[: b.offsets[-1]].clone() for b in unit.buckets]
+    unit.waits.clear()
+    try:
+        zero._release(unit)
+        zero.close()  # gathers by itself
+        facts["used by close()"] = "worked"
+    except Exception as error:
+        facts["used by close()"] = f"{type(error).__name__}: {error}"
+    return facts
+
+
+# ---- 04_boundary ---------------------------------------------------------------------------------
+
+
+def _names_wrong(wanted, got, rank):
+    if any(name.startswith("idle") for name in got):
+        return "A parameter that no rank saw counts as used: it would move by weight decay alone."
+    if set(got) < set(wanted):
+        return "Parameters that another rank saw are missing: ask all ranks, not only this one."
+    return "self._joint has to hold the names of parameters with a gradient on any rank."
+
+
+@add(
+    "boundary",
+    notebook="04_boundary",
+    file="stage2.py",
+    function="ZeroStage2.finalize_gradient_accumulation_boundary",
+    first="mine = [self.tier.norm_squared()",
+    last="self.global_grad_norm = ",
+    why="One exchange carries both. The squares of slices add up to the square of the whole, since "
+    "each element is in one slice; the root is taken after the sum, and the loss scale is taken "
+    "out there. A parameter counts if any rank saw it: each rank updates its slice of it, so they "
+    "must agree, or a parameter would move in one half only.",
+    praise="All ranks agree on who moves, and on one norm.",
+    explain={
+        "names": _names_wrong,
+        "norm": "The norm has to be the same on all ranks: sum the squares of all of them first, "
+        "take the root, and divide by the loss scale (here 8).",
+        "weights": "The weights after the step differ.",
+    },
+)
+def _boundary():
+    import stage2
+
+    torch.manual_seed(0)
+    heads = {name: torch.nn.Linear(3, 2) for name in ("first", "second", "idle")}
+    model = torch.nn.ModuleDict(heads)
+    options = {"managed_gradient_accumulation": False, "loss_scale": 8.0}
+    with stage2.ZeroStage2(model, **options) as zero:
+        x = torch.arange(6.0).view(2, 3) + zero.ranks.rank
+        head = model["second" if zero.ranks.rank else "first"]  # each rank sees another one
+        zero.backward(head(x).square().mean())
+        zero.finalize_gradient_accumulation_boundary()
+        facts = {"names": sorted(zero._joint), "norm": zero.global_grad_norm}
+        zero.step()
+        facts["weights"] = [p.detach().clone() for p in model.parameters()]
+    return facts
