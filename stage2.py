@@ -327,19 +327,30 @@ class ZeroStage2(Sharded):
             self._eager = self.overlap and self._reduces_now() and self.reduces_in_hooks
             for bucket in self.buckets:
                 bucket.waiting = set(range(len(bucket.params)))
+        if not self._explicit:
+            self._watch_end()
+
+    def _watch_end(self, *_):
+        # Of a plain loss.backward(): autograd calls back when its run, a graph task, has succeeded.
         task = torch._C._current_graph_task_id()
-        if not self._explicit and task not in self._tasks:  # a plain loss.backward()
+        if task not in self._tasks:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._on_task_end)
 
     def _on_task_end(self):
-        # A reentrant checkpoint runs backwards inside the backward: only the outer one counts.
-        if torch._C._current_autograd_node() is None:
-            self._finish_backward()
+        node = torch._C._current_autograd_node()
+        if node is not None:  # a reentrant checkpoint's own run: the one around it goes on
+            node.register_hook(self._watch_end)
+        elif self._open and not self._explicit:
+            self._end_backward()
 
     def _finish_backward(self):
-        if self._open and not self._explicit:
-            self._end_backward()
+        if self._open and not self._explicit:  # nobody called back
+            self._end_backward(
+                RuntimeError(
+                    "loss.backward() raised: call zero_grad() to drop its window and go on"
+                )
+            )
 
     def _give_up_backward(self):
         if self._open:

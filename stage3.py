@@ -143,8 +143,14 @@ class Released(Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         used = [p for p in tree_leaves((args, kwargs)) if isinstance(p, Released)]
-        if changes or name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__"):
-            used[0].refuse(name)
+        target = (kwargs or {}).get("out", args[0])
+        edits = changes or name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__")
+        if edits and isinstance(target, Released):
+            target.refuse(name)
+        if used[0].zero() is None:
+            raise RuntimeError(
+                f"{used[0].zero_name} is sharded and its optimizer is gone: keep it, or close() it"
+            )
         with used[0].zero()._in_use({p.unit for p in used}):
             return func(*args, **(kwargs or {}))
 
@@ -453,13 +459,13 @@ class ZeroStage3(Sharded):
         unit.node = torch._C._current_autograd_node()
         if unit.whole and unit is self._last:
             return
-        phase, previous, self._last = in_backward(), self._last, unit
+        phase, previous = in_backward(), self._last
         if previous is not None:
             self._next_unit[phase, previous] = unit
         for other in list(self._hot):
-            # In backward the previous unit may still have gradients under way.
-            if other is not unit and not (phase and other is previous) and not self._busy(other):
+            if other is not unit and not self._busy(other):
                 self._release(other)
+        self._last = unit
         ahead = self._next_unit.get((phase, unit)) if phase or self._depth else None
         self._vote(unit, None if ahead in self._hot else ahead)
         self._arrive(unit)
@@ -468,9 +474,11 @@ class ZeroStage3(Sharded):
             bucket.home.prefetch()  # from disk, two uses ahead
 
     def _busy(self, unit):
-        # In a forward under way, or saved by the very node that autograd is evaluating.
+        # In a forward under way, asked for by the very node that autograd is evaluating, or the
+        # last one in a backward that still owes gradients: its own nodes come next.
         node = torch._C._current_autograd_node()
-        return unit.users or (node is not None and unit.node is node)
+        owes = node is not None and unit is self._last and any(b.waiting for b in unit.buckets)
+        return unit.users or owes or (node is not None and unit.node is node)
 
     def _vote(self, unit, ahead):
         """Tell the other ranks which unit is missing here, which one to gather ahead and how many
@@ -629,19 +637,30 @@ class ZeroStage3(Sharded):
             self._eager = self.overlap and self._reduces_now() and self.reduces_in_hooks
             for bucket in self.buckets:
                 bucket.waiting = set(range(len(bucket.params)))
+        if not self._explicit:
+            self._watch_end()
+
+    def _watch_end(self, *_):
+        # Of a plain loss.backward(): autograd calls back when its run, a graph task, has succeeded.
         task = torch._C._current_graph_task_id()
-        if not self._explicit and task not in self._tasks:  # a plain loss.backward()
+        if task not in self._tasks:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._on_task_end)
 
     def _on_task_end(self):
-        # A reentrant checkpoint runs backwards inside the backward: only the outer one counts.
-        if torch._C._current_autograd_node() is None:
-            self._finish_backward()
+        node = torch._C._current_autograd_node()
+        if node is not None:  # a reentrant checkpoint's own run: the one around it goes on
+            node.register_hook(self._watch_end)
+        elif self._open and not self._explicit:
+            self._end_backward()
 
     def _finish_backward(self):
-        if self._open and not self._explicit:
-            self._end_backward()
+        if self._open and not self._explicit:  # nobody called back
+            self._end_backward(
+                RuntimeError(
+                    "loss.backward() raised: call zero_grad() to drop its window and go on"
+                )
+            )
 
     def _give_up_backward(self):
         if self._open:
