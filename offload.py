@@ -31,6 +31,7 @@ In DeepSpeed: `DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu` and
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 import math
@@ -104,7 +105,8 @@ def optimizer_options(optimizer_class, options, model_device, update_device):
 
 
 def probe(optimizer_class, options, device):
-    """Names of the state tensors that `optimizer_class` keeps per element, such as "exp_avg".
+    """The state that `optimizer_class` keeps for a parameter, {key: whether per element}, such as
+    {"step": False, "exp_avg": True}.
 
     Space for them is claimed at construction, so they must be known before the first step. The
     probe also shows that the optimizer is elementwise: ZeRO updates slices of parameters alone, so
@@ -138,7 +140,7 @@ def probe(optimizer_class, options, device):
             f"{name} is not elementwise: a parameter updated in two slices differs from one"
             " updated whole, so ZeRO cannot shard it; use an one such as torch.optim.AdamW"
         )
-    return [k for k, v in state.items() if torch.is_tensor(v) and v.shape == shape]
+    return {k: torch.is_tensor(v) and v.shape == shape for k, v in state.items()}
 
 
 # ---- fragments, groups, partitions ---------------------------------------------------------------
@@ -313,8 +315,7 @@ class Partition:
                 if state := group.optimizer.state.get(f.leaf):
                     kinds = [k for k in self.tier.kinds if state.get(k) is not None]
                     rest = {k: v for k, v in state.items() if k not in kinds and v is not None}
-                    numbers = {k: v.item() if torch.is_tensor(v) else v for k, v in rest.items()}
-                    found[f.name] = (kinds, numbers)
+                    found[f.name] = (kinds, {k: copied(v) for k, v in rest.items()})
         return found
 
     def set_scalars(self, found):
@@ -345,8 +346,10 @@ class Tier:
         self.sums_on_host = settings is not None and settings.accumulate_on == "host"
         self.outer = outer  # the param groups that the user and the schedulers see
         # Elementwise state, such as ["exp_avg", "exp_avg_sq"]; groups may ask for different ones.
-        kinds = [probe(optimizer_class, self.options(i), self.device) for i in range(len(outer))]
-        self.kinds = list(dict.fromkeys(itertools.chain(*kinds)))
+        groups = range(len(outer))
+        self.expected = [probe(optimizer_class, self.options(i), self.device) for i in groups]
+        every = itertools.chain(*(keys.items() for keys in self.expected))
+        self.kinds = list(dict.fromkeys(key for key, elementwise in every if elementwise))
         self.accum_dtype, self.traffic = accum_dtype, traffic
         self.lanes = Lanes(device, settings is not None and settings.pin_memory)
         self.partitions = []
@@ -460,12 +463,14 @@ class Tier:
             part.sum = part.landed = None
 
     def scalar(self, key, value, fragment):
-        """A number of a saved state as the torch optimizer wants it: "step" is a tensor there."""
-        if key != "step":
+        """A number of a saved state as the torch optimizer wants it, and each fragment its own:
+        NAdam multiplies its tensor in place. "step" is a tensor, whatever it was saved as."""
+        if key != "step" and not torch.is_tensor(value):
             return value
         options = self.options(fragment.param_group)
         on_device = options.get("fused") or options.get("capturable")
-        return torch.tensor(float(value), device=self.device if on_device else "cpu")
+        value = torch.as_tensor(value, dtype=torch.float32)
+        return value.to(self.device if on_device else "cpu", copy=True)
 
     def memory(self):
         """Live bytes {"device"|"host"|"nvme": {"grads": n, "optimizer": n}} of this rank.
@@ -1033,7 +1038,7 @@ def restore_state(zero, saved):
             check_state(zero, saved)
             kinds = zero.tier.kinds
             found = {
-                name: ([k for k in kinds if k in s], {k: s[k] for k in s if k not in kinds})
+                name: ([k for k in kinds if k in s], {k: copied(s[k]) for k in s if k not in kinds})
                 for name, s in saved["state"].items()
             }
             groups = [{k: v for k, v in g.items() if k != "params"} for g in saved["param_groups"]]
@@ -1044,6 +1049,8 @@ def restore_state(zero, saved):
     found, groups, counters, has_master = head[0]
     for ours, theirs in zip(zero.param_groups, groups, strict=True):
         ours.update(theirs)
+    if not zero.dynamic_scale:  # a constant scale is an argument, not state
+        counters.pop("loss_scale", None)
     vars(zero).update(counters)
     for bucket in zero.buckets:
         bucket.part.set_scalars(found)
@@ -1066,31 +1073,65 @@ def restore_state(zero, saved):
 def check_state(zero, saved):
     """Raise ValueError that lists every entry of `saved` that does not fit."""
     problems = [f"no entry {k!r}" for k in ("state", "param_groups") if k not in saved]
-    if not problems:
-        theirs = [sorted(group["params"]) for group in saved["param_groups"]]
-        ours = [[] for _ in zero.param_groups]
-        for name in sorted(zero.group_of):
-            ours[zero.group_of[name]].append(name)
-        if theirs != ours:
-            problems.append(f"param groups hold {theirs}, here {ours}")
-        problems += _misfits(zero, saved)
+    problems = problems or [*_group_misfits(zero, saved), *_misfits(zero, saved)]
     if problems:
         raise ValueError("load_state_dict: " + "; ".join(problems))
 
 
+def _group_misfits(zero, saved):
+    groups = saved["param_groups"]
+    if any("params" not in group for group in groups):
+        yield "a param group has no 'params'"
+        return
+    theirs = [sorted(map(str, group["params"])) for group in groups]
+    ours = [[] for _ in zero.param_groups]
+    for name in sorted(zero.group_of):
+        ours[zero.group_of[name]].append(name)
+    if theirs != ours:
+        yield f"param groups hold {theirs}, here {ours}"
+
+
 def _misfits(zero, saved):
-    masters = saved.get("master", dict.fromkeys(zero.names))
-    yield from (f"master of {n} is missing" for n in zero.names if n not in masters)
-    entries = [(name, "master", value) for name, value in masters.items()]
+    for name in COUNTERS:
+        if not isinstance(saved.get(name, 0), (int, float)):
+            yield f"{name} is {saved[name]!r}, no number"
+    masters = saved.get("master")
+    for what, entries in (("master", masters), ("state", saved["state"])):
+        if not isinstance(entries, (dict, type(None))):
+            yield f"{what} is a {type(entries).__name__}, no dict"
+            return
+    if masters is not None:
+        yield from (f"master of {n} is missing" for n in zero.names if n not in masters)
+        for name, value in masters.items():
+            yield from _misfit(zero, name, "master", value, True)
     for name, state in saved["state"].items():
-        entries += [(name, kind, state.get(kind)) for kind in zero.tier.kinds]
-    for name, kind, value in entries:
-        if name not in zero.trainable:
-            yield f"{name} is no trainable parameter here"
-        elif value is None and kind != "master":
-            yield f"{kind} of {name} is missing"
-        elif value is not None and value.shape != zero.trainable[name].shape:
-            yield f"{kind} of {name} is {(*value.shape,)}, not {(*zero.trainable[name].shape,)}"
+        if not isinstance(state, dict) or name not in zero.trainable:
+            yield from _misfit(zero, name, "state", state, True)
+            continue
+        expected = zero.tier.expected[zero.group_of[name]]
+        yield from (f"{key} of {name} is missing" for key in expected if key not in state)
+        for key, value in state.items():
+            if key in expected:
+                yield from _misfit(zero, name, key, value, expected[key])
+            else:
+                yield f"{key} of {name} is unknown to {zero.optimizer_class.__name__}"
+
+
+def _misfit(zero, name, key, value, elementwise):
+    shape = (*value.shape,) if torch.is_tensor(value) else None
+    if name not in zero.trainable:
+        yield f"{key} of {name}: no trainable parameter here"
+    elif not elementwise and isinstance(value, (int, float, type(None))):
+        return
+    elif shape is None:
+        yield f"{key} of {name} is a {type(value).__name__}"
+    elif (wanted := (*zero.trainable[name].shape,) if elementwise else ()) != shape:
+        yield f"{key} of {name} is {shape}, not {wanted}"
+
+
+def copied(value):
+    """A CPU copy of a tensor, and whatever else it may be: modules have extra state."""
+    return value.detach().cpu().clone() if torch.is_tensor(value) else copy.deepcopy(value)
 
 
 def same_bits(a, b):
@@ -1195,12 +1236,12 @@ class Sharded(torch.optim.Optimizer):
         Raises RuntimeError in the middle of a window, whose sums would be lost.
         """
         self._finish_backward()
-        if self._calls:
-            raise RuntimeError(
-                f"state_dict() in the middle of a window would lose {self._calls} backward "
-                "call(s): step() or zero_grad() first"
-            )
-        self.ranks.agree("state_dict")
+        with self.ranks.together("state_dict"):  # in stage 1 only some ranks may be in a window
+            if self._calls:
+                raise RuntimeError(
+                    f"state_dict() in the middle of a window would lose {self._calls} backward "
+                    "call(s): step() or zero_grad() first"
+                )
         return collect_state(self, rank0_only)
 
     @torch.no_grad()
@@ -1225,9 +1266,7 @@ class Sharded(torch.optim.Optimizer):
                 for param in itertools.chain(*(bucket.params for bucket in buckets)):
                     values[id(param)] = param.detach().cpu().clone()
         tensors = self.model.state_dict(keep_vars=True).items()
-        return {
-            n: values[id(t)] if id(t) in values else t.detach().cpu().clone() for n, t in tensors
-        }
+        return {n: values[id(t)] if id(t) in values else copied(t) for n, t in tensors}
 
     @torch.no_grad()
     def load_model_state_dict(self, state_dict):
@@ -1239,8 +1278,11 @@ class Sharded(torch.optim.Optimizer):
                 problems = [f"{n} is missing" for n in ours.keys() - state_dict.keys()]
                 problems += [f"{n} is not in the model" for n in state_dict.keys() - ours.keys()]
                 for name in ours.keys() & state_dict.keys():
-                    if ours[name].shape != state_dict[name].shape:
-                        shapes = (*state_dict[name].shape,), (*ours[name].shape,)
+                    value, extra = state_dict[name], not torch.is_tensor(ours[name])
+                    if not extra and not torch.is_tensor(value):
+                        problems.append(f"{name} is a {type(value).__name__}")
+                    elif not extra and ours[name].shape != value.shape:
+                        shapes = (*value.shape,), (*ours[name].shape,)
                         problems.append(f"{name} is {shapes[0]}, not {shapes[1]}")
                 if problems:
                     raise ValueError("load_model_state_dict: " + "; ".join(sorted(problems)))
@@ -1255,6 +1297,11 @@ class Sharded(torch.optim.Optimizer):
             if self.ranks.rank == 0 and name in state_dict:
                 buffer.copy_(state_dict[name])
             self.ranks.broadcast(buffer)
+        extra = [n for n, t in ours.items() if not torch.is_tensor(t)]  # modules' extra state
+        if extra and not self.ranks.simulated:
+            told = [{n: state_dict.get(n) for n in extra}]
+            dist.broadcast_object_list(told, group=self.ranks.control, group_src=0)
+            self.model.load_state_dict(told[0], strict=False)
 
     def _publish(self, buckets, source):
         # Full parameters as rank `source` has them reach every rank, its slice and its masters.

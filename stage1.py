@@ -328,7 +328,7 @@ class ZeroStage1(Sharded):
             if self._reduces_now():
                 self.ranks.agree("backward", error=self._failure())
             self._open, self._finalized, self._next = True, False, 0
-            self._eager = self.overlap and self._reduces_now() and self.reduces_in_hooks
+            self._eager = self._reduces_now() and self.reduces_in_hooks
             for bucket in self.buckets:
                 bucket.waiting = set(range(len(bucket.params)))
         if not self._explicit:

@@ -379,15 +379,17 @@ class ZeroStage3(Sharded):
     # Parameters come and go
 
     def _watch(self, module, unit):
-        me = weakref.ref(self)
+        me, entered = weakref.ref(self), []
 
         def enter(module, args):
             if me() is not None:
+                entered.append(unit)
                 me()._enter(unit)
 
         def leave(module, args, output):
-            if me() is not None:
-                me()._leave(unit)
+            # Called after an error as well, even one that came before `enter` had its turn.
+            if entered and me() is not None:
+                me()._leave(entered.pop())
 
         # Compiled code stops here and goes on after: it must not trace what is not gathered yet.
         enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
@@ -396,12 +398,13 @@ class ZeroStage3(Sharded):
 
     def _enter(self, unit):
         self._depth += 1
-        if self._depth == 1:
-            self._check_alive()
-            self._saving = self._notes()
-            self._saving.__enter__()
         if unit is not None:
             unit.users += 1
+        if self._depth == 1:
+            self._saving = contextlib.ExitStack()
+            self._check_alive()
+            self._saving.enter_context(self._notes())
+        if unit is not None:
             self._need(unit)
 
     def _leave(self, unit):
@@ -411,7 +414,7 @@ class ZeroStage3(Sharded):
             if not unit.users and not in_backward():
                 self._release(unit)
         if self._depth == 0:
-            self._saving.__exit__(None, None, None)
+            self._saving.close()
             if not in_backward():
                 self._release_all()
 
@@ -484,7 +487,7 @@ class ZeroStage3(Sharded):
         """Tell the other ranks which unit is missing here, which one to gather ahead and how many
         buckets of gradients are ready; do together what all can do."""
         ready = self._next
-        while self._open and self.overlap and self._is_ready(ready):
+        while self._open and self._is_ready(ready):
             ready += 1
         mine = [
             -1 if unit in self._hot else unit.index,
@@ -634,7 +637,7 @@ class ZeroStage3(Sharded):
             if self._reduces_now():
                 self.ranks.agree("backward", error=self._failure())
             self._open, self._finalized, self._next = True, False, 0
-            self._eager = self.overlap and self._reduces_now() and self.reduces_in_hooks
+            self._eager = self._reduces_now() and self.reduces_in_hooks
             for bucket in self.buckets:
                 bucket.waiting = set(range(len(bucket.params)))
         if not self._explicit:

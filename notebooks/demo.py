@@ -2,6 +2,7 @@
 
     python stage1.py                                    one process
     torchrun --nproc-per-node 2 stage3.py --mode unmanaged --offload nvme --offload-param nvme
+    torchrun --nproc-per-node 2 stage3.py --save run.pt --resume run.pt      until it is through
 
 The text is the source of Python's standard library, so there is nothing to download. At the end
 memory and traffic stand beside their formulas, and a hash of the parameters, by which runs of
@@ -89,11 +90,16 @@ def build(zero_class, args, folder):
     )
 
 
-def train(zero, model, args, say):
-    """Returns two lists with an item per step: mean loss over micro-batches and ranks, seconds."""
+def train(zero, model, args, say, losses=(), drawn=0):
+    """Go on after the steps of which `losses` are known, and after `drawn` batches on each rank.
+
+    Returns two lists with an item per step: mean loss over micro-batches and ranks, seconds.
+    """
     draw = torch.Generator().manual_seed(1009 * args.seed + dist.get_rank())  # its own data
-    text, losses, seconds = read_text(), [], []
-    for step in range(1, args.steps + 1):
+    text, losses, seconds = read_text(), [*losses], []
+    for _ in range(drawn):
+        batch(text, draw)
+    for step in range(len(losses) + 1, args.steps + 1):
         begin, total = time.perf_counter(), torch.zeros((), device=args.device)
         for _ in range(args.micro_batches):
             loss = model(*(t.to(args.device) for t in batch(text, draw)))
@@ -109,7 +115,41 @@ def train(zero, model, args, say):
         seconds.append(time.perf_counter() - begin)
         if step == 1 or step % max(1, args.steps // 10) == 0:
             say(f"step {step:4} of {args.steps}   loss {losses[-1]:.4f}   {seconds[-1]:.3f} s")
+        drawn += args.micro_batches
+        if args.save and (step % args.save_every == 0 or step == args.steps):
+            save(zero, args.save, losses, drawn)
     return losses, seconds
+
+
+def save(zero, path, losses, drawn):
+    """Keep all that it takes to go on. Written beside and renamed into place: a kill in the middle
+    leaves the old file. A model with frozen parameters or buffers needs model_state_dict() too."""
+    counted = zero.traffic.copy()
+    state = zero.state_dict(rank0_only=True)
+    if state:
+        beside = f"{path}.new"
+        with open(beside, "wb") as file:
+            torch.save({"optimizer": state, "losses": losses, "drawn": drawn}, file)
+            file.flush()
+            os.fsync(file.fileno())  # on the disk before it has the name
+        os.replace(beside, path)
+    zero.traffic.clear()
+    zero.traffic.update(counted)  # what is reported is the steps' own
+
+
+def resume(zero, path, say):
+    """Go on where `save` was, if there is such a file. Returns its losses and drawn batches."""
+    saved = {}
+    if dist.get_rank() == 0 and os.path.exists(path):
+        saved = torch.load(path, weights_only=True)
+    known = [{k: saved[k] for k in saved if k != "optimizer"}]
+    dist.broadcast_object_list(known)
+    if not known[0]:
+        say(f"no {path} yet: starting at step 1")
+        return [], 0
+    zero.load_state_dict(saved.get("optimizer", {}))  # only rank 0 has it, the others get slices
+    say(f"going on after step {len(known[0]['losses'])} of {path}")
+    return known[0]["losses"], known[0]["drawn"]
 
 
 def formulas(args):
@@ -156,9 +196,11 @@ def run(zero_class, args, say):
     with tempfile.TemporaryDirectory(prefix="zero-demo-") as folder:
         model, zero = build(zero_class, args, folder)
         with zero:
+            known = resume(zero, args.resume, say) if args.resume else ([], 0)
             before = zero.traffic.copy()
-            losses, seconds = train(zero, model, args, say)
-            moved = {kind: n / args.steps for kind, n in (zero.traffic - before).items()}
+            losses, seconds = train(zero, model, args, say, *known)
+            moved = zero.traffic - before  # in the steps of this run, which may be none
+            moved = {kind: n / max(1, len(seconds)) for kind, n in moved.items()}
             held = {f"{t} {k}": n for t, kinds in zero.memory().items() for k, n in kinds.items()}
             padded = sum(bucket.numel for bucket in zero.buckets)
             params = zero.state_dict(rank0_only=True).get("master", {})
@@ -171,7 +213,7 @@ def run(zero_class, args, say):
         "losses": losses,
         "memory": compare(memory, held, values),
         "traffic": compare(traffic, moved, values),
-        "seconds": statistics.median(seconds),
+        "seconds": statistics.median(seconds or [0.0]),
         "skipped": zero.skipped_steps,
         "fingerprint": fingerprint(params),
     }, params
@@ -220,6 +262,9 @@ def arguments(stage, argv=None):
         ("dtype", "float32", ["float32", "bfloat16", "float16"], "of the weights"),
         ("device", "cuda" if cuda else "cpu", ["cpu", "cuda"], "where the model computes"),
         ("seed", 0, None, "of weights and data"),
+        ("save", None, None, "file to keep the run in, to go on from it"),
+        ("save-every", 10, None, "steps from one save to the next; the last step is saved too"),
+        ("resume", None, None, "file to go on from, if it is there; any stage, ranks, offload"),
         ("json", None, None, "file to write the numbers to"),
     ):
         how = {"choices": choices} if choices else {"metavar": "PATH"}
@@ -228,8 +273,9 @@ def arguments(stage, argv=None):
     args = parser.parse_args(argv, argparse.Namespace(stage=stage))
     if args.offload_param != "none" and stage != 3:
         parser.error(f"--offload-param needs stage 3: stage {stage} keeps all parameters whole")
-    if min(args.steps, args.micro_batches) < 1 or (args.device == "cuda" and not cuda):
-        parser.error("--steps and --micro-batches start at 1, --device cuda needs a GPU")
+    counts = args.steps, args.micro_batches, args.save_every
+    if min(counts) < 1 or (args.device == "cuda" and not cuda):
+        parser.error("--steps, --micro-batches, --save-every start at 1; cuda needs a GPU")
     return args
 
 
