@@ -1199,9 +1199,24 @@ def check_model(zero, arguments):
 class Sharded(torch.optim.Optimizer):
     """What a stage has besides its mechanism: state that moves, reports, refusals, and the end.
 
-    A stage brings `_build`, `every` (all buckets, those of frozen parameters too), and `_pieces`
-    and `_whole`: lists of buckets, and a context in which the buckets of such a list are whole.
+    A stage brings `_build` and `every`, all buckets, those of frozen parameters too. Stage 3 says
+    otherwise what is said here for stages whose parameters are whole all the time.
     """
+
+    def _claim(self):
+        self.tier.open()
+
+    def _pieces(self):
+        # Lists of buckets that may be whole at the same time.
+        return [self.every]
+
+    def _whole(self, buckets):
+        # A context in which these buckets are whole.
+        return contextlib.nullcontext()
+
+    def _plain(self, param):
+        # Leave nothing of ours on a parameter.
+        pass
 
     def add_param_group(self, param_group):
         """Add a group as torch does; its parameters belong to the model. After construction this

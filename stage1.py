@@ -165,7 +165,7 @@ class ZeroStage1(Sharded):
         self.offload_optimizer, self.offload_param = offload_optimizer, offload_param
         self.global_steps, self.skipped_steps, self.global_grad_norm = 0, 0, 0.0
         self.traffic = Counter()
-        self.device = next(model.parameters()).device
+        self.device = next(model.parameters(), torch.empty(0)).device
         self.ranks = Ranks(process_group, self.device, self.traffic)
         self._built, self._applied, self._stepping, self._dead = False, False, False, None
         self._warned = set()
@@ -238,25 +238,14 @@ class ZeroStage1(Sharded):
     def _fill(self, named):
         # In backward the last parameters come first. One bucket per dtype is open at a time, and
         # buckets are numbered, and later reduced, in the order in which they fill up.
-        filling, full = {}, []
+        filling, full, size = {}, [], Counter()
         for name, param in reversed(named.items()):
-            names = filling.setdefault(param.dtype, [])
-            if names and sum(named[n].numel() for n in names) + param.numel() > self.bucket_size:
+            if param.dtype in filling and size[param.dtype] + param.numel() > self.bucket_size:
                 full.append(filling.pop(param.dtype))
+                size[param.dtype] = 0
             filling.setdefault(param.dtype, []).append(name)
+            size[param.dtype] += param.numel()
         return full + list(filling.values())
-
-    def _claim(self):
-        self.tier.open()
-
-    def _pieces(self):
-        return [self.every]  # parameters are whole, always
-
-    def _whole(self, buckets):
-        return contextlib.nullcontext()
-
-    def _plain(self, param):
-        pass
 
     # --- same in every stage: gradients arrive ---
     def _hook(self, bucket, index):

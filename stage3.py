@@ -237,7 +237,7 @@ class ZeroStage3(Sharded):
         self.offload_optimizer, self.offload_param = offload_optimizer, offload_param
         self.global_steps, self.skipped_steps, self.global_grad_norm = 0, 0, 0.0
         self.traffic = Counter()
-        self.device = next(model.parameters()).device
+        self.device = next(model.parameters(), torch.empty(0)).device
         self.ranks = Ranks(process_group, self.device, self.traffic)
         self._built, self._applied, self._stepping, self._dead = False, False, False, None
         self._warned = set()
