@@ -21,7 +21,7 @@ optimizer's own rule then leaves it alone.
 
     nvme     read k+1  |  update k  |  write k-1     all at once, in at most `buffer_count` buffers
 
-Read first: `Partition.add` (a gradient arrives), `Tier.update` (the step), `NvmeTier._stream`.
+Read first: `Partition.add` (a gradient arrives), `Tier.update` (the step), `NvmeTier.visit`.
 
 In DeepSpeed: `DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu` and
 `DeepSpeedZeroOptimizer_Stage3.partition_grads` (add), `_optimizer_step` (update),
@@ -1016,9 +1016,11 @@ def collect_state(zero, rank0_only):
                     state[name][kind] = value.clone()
     if rank0_only and zero.ranks.rank:
         return {}
-    groups = [{**group, "params": []} for group in zero.param_groups]
-    for name, index in zero.group_of.items():
-        groups[index]["params"].append(name)
+    name_of = {id(param): name for name, param in zero.named.items()}
+    groups = [
+        {**group, "params": [name_of[id(p)] for p in group["params"]]}
+        for group in zero.param_groups
+    ]
     return {
         "state": state,
         "master": {name: master[name] for name in zero.names},

@@ -283,6 +283,7 @@ class ZeroStage3(Sharded):
         self.weights = offload.Weights(self.offload_param, self.device, self.traffic)
         self._depth, self._saving, self._last = 0, None, None  # forwards around; hooks; unit used
         self._hot, self._next_unit, self._storages = [], {}, {}
+        self._packing = [torch.compiler.disable(f) for f in (self._pack, self._unpack)]
         self.units = []
         self._hooks += self._watch(self.model, None)
         for module, names in self._split():
@@ -303,6 +304,7 @@ class ZeroStage3(Sharded):
                     param.unit, param.zero, param.zero_name = unit, weakref.ref(self), name
                 self.ranks.broadcast(bucket.flat)
                 bucket.home = self.weights.shard(bucket.flat[bucket.mine])
+                bucket.versions = [p._version for p in bucket.params]
                 unit.buckets.append(bucket)
                 self.every.append(bucket)
                 if trainable:
@@ -423,7 +425,7 @@ class ZeroStage3(Sharded):
         # A checkpoint around us has such hooks too, and decides itself what is kept.
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(*self._packing)
 
     def _pack(self, tensor):
         bucket = self._storages.get(tensor.untyped_storage().data_ptr())
@@ -524,26 +526,25 @@ class ZeroStage3(Sharded):
     def _arrive(self, unit):
         while unit.waits:
             unit.waits.pop()()
-        for bucket in unit.buckets if not unit.whole else ():
-            self._storages[bucket.flat.untyped_storage().data_ptr()] = bucket
-            for param, piece in bucket.views(bucket.flat):
-                param.__class__ = Parameter
-                param.data = piece
-            bucket.versions = [p._version for p in bucket.params]
+        if unit.whole:
+            return
         unit.whole = True
+        for bucket in unit.buckets:
+            self._storages[bucket.flat.untyped_storage().data_ptr()] = bucket
+            for param in bucket.params:
+                param.__class__ = Parameter
+        edited = self._edited(unit)
+        for param, piece in itertools.chain(*(b.views(b.flat) for b in unit.buckets)):
+            param.data = piece
+        self._refuse_edits(unit, edited)
 
     @torch.inference_mode(False)
     def _release(self, unit):
         """Let the full parameters go. What autograd saved by itself stays as it is."""
         while unit.waits:
             unit.waits.pop()()
-        edited = []
+        edited = self._edited(unit) if unit.whole else []
         for bucket in unit.buckets:
-            if unit.whole:
-                now = [p._version for p in bucket.params]
-                edited += [
-                    n for n, v, w in zip(bucket.names, now, bucket.versions, strict=True) if v != w
-                ]
             if bucket.flat is not None:
                 self._storages.pop(bucket.flat.untyped_storage().data_ptr(), None)
             nan = torch.full((), math.nan, dtype=bucket.params[0].dtype, device=self.device)
@@ -555,6 +556,22 @@ class ZeroStage3(Sharded):
         unit.whole, unit.node = False, None
         if unit in self._hot:
             self._hot.remove(unit)
+        self._refuse_edits(unit, edited)
+
+    def _edited(self, unit):
+        # In-place edits count in `_version`, also those through a view, also those of the NaN.
+        pairs = [
+            (name, param._version != version)
+            for bucket in unit.buckets
+            for name, param, version in zip(
+                bucket.names, bucket.params, bucket.versions, strict=True
+            )
+        ]
+        return [name for name, changed in pairs if changed]
+
+    def _refuse_edits(self, unit, edited):
+        for bucket in unit.buckets:
+            bucket.versions = [p._version for p in bucket.params]
         if edited:
             raise RuntimeError(
                 f"{edited} were edited in place outside gathered(), and the edit is lost: use "

@@ -1,8 +1,7 @@
 """What the test_cases_*.py files share: the models, the modes and one way to run through them.
 
 Unless a test says otherwise: FP32 weights that start at 0, SGD with lr=1, no momentum, no clipping.
-"Every mode" is every stage, without offload, with CPU offload and with NVMe, managed and unmanaged,
-and for stage 3 also with its parameters offloaded.
+"Every mode" is every stage, without offload, with CPU offload and with NVMe, managed and unmanaged.
 
     def train(run):                                 # on each rank, in each mode
         run.build(Dot(w=4))
@@ -92,19 +91,18 @@ class Mode:
 
 
 BOTH = (True, False)
-MODES = [
-    *(Mode(s, tier, m) for s in STAGES for tier in ("none", "cpu", "nvme") for m in BOTH),
-    *(Mode(3, tier, m, param=tier) for tier in ("cpu", "nvme") for m in BOTH),
-]
+MODES = [Mode(s, tier, m) for s in STAGES for tier in ("none", "cpu", "nvme") for m in BOTH]
+# Where it matters where the weights are: stage 3 also with its parameters offloaded.
+PARAMS = [*MODES, *(Mode(3, tier, m, param=tier) for tier in ("cpu", "nvme") for m in BOTH)]
 # Where it matters how a window is summed: also offloaded with the sums staying on the device.
 SUMS = [
-    *MODES,
+    *PARAMS,
     *(Mode(s, tier, m, sums="device") for s in STAGES for tier in ("cpu", "nvme") for m in BOTH),
 ]
 UNMANAGED = [mode for mode in MODES if not mode.managed]
 MANAGED = [mode for mode in MODES if mode.managed]
-OFFLOADED = [mode for mode in MODES if mode.offload != "none"]
-NVME = [mode for mode in MODES if mode.offload == "nvme"]
+OFFLOADED = [mode for mode in PARAMS if mode.offload != "none"]
+NVME = [mode for mode in PARAMS if mode.offload == "nvme"]
 
 
 class Run:

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from cases import Dot, Scale, agrees, expect
+from cases import PARAMS, Dot, Scale, agrees, expect
 
 
 class WithEmpty(torch.nn.Module):
@@ -39,7 +39,7 @@ def test_an_empty_parameter_keeps_its_shape_and_breaks_nothing(world):
         shapes = tuple(tuple(w.shape) for w in weights.values())
         return weights["a"], shapes, tuple(run.masters()["empty.weight"].shape)
 
-    expect(train, world, (-2, ((3,), (0, 4), (0,)), (0, 4)))
+    expect(train, world, (-2, ((3,), (0, 4), (0,)), (0, 4)), modes=PARAMS)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -73,7 +73,7 @@ def test_fewer_elements_than_ranks():
             norms.append(zero.global_grad_norm)
         return run.weights(), *norms
 
-    expect(train, 4, ({"bias": -3, "weight": -3}, 3.0, 3.0), rel=1e-6)
+    expect(train, 4, ({"bias": -3, "weight": -3}, 3.0, 3.0), rel=1e-6, modes=PARAMS)
 
 
 def test_groups_that_are_all_frozen_or_empty():
@@ -139,7 +139,7 @@ def test_a_parameter_unfrozen_later_is_never_left_out_in_silence():
         run.window({"a": 1, "b": 1})
         return kept, run.weights()
 
-    expect(train, 2, ({"a": -1, "b": 0}, {"a": -2, "b": 0}))
+    expect(train, 2, ({"a": -1, "b": 0}, {"a": -2, "b": 0}), modes=PARAMS)
 
 
 def test_groups_keep_their_options_and_can_be_added_later():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cases import MODES, UNMANAGED, Chain, Dot, Mode, Run, agrees, expect, results
+from cases import MODES, PARAMS, UNMANAGED, Chain, Dot, Mode, Run, agrees, expect, results
 from offload import RanksDisagree
 from ranks import all_raise, run_ranks
 
@@ -59,7 +59,7 @@ def test_every_rank_starts_from_the_first_ones_values(world):
         return *start, run.weights()
 
     ones = {"w": 1}
-    expect(train, world, (ones, ones, 1, {"w": 0}))
+    expect(train, world, (ones, ones, 1, {"w": 0}), modes=PARAMS)
 
 
 class Experts(torch.nn.Module):
@@ -340,4 +340,4 @@ def test_one_rank_alone_is_plain_pytorch_to_the_last_bit(optimizer, options):
             agrees(run.weights(), plain(optimizer, options, (1, 2, 3, 1))),
         )
 
-    expect(train, 1, (True, True, True))
+    expect(train, 1, (True, True, True), modes=PARAMS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cases import UNMANAGED, Chain, Dot, Mode, Scale, agrees, expect, results
+from cases import PARAMS, UNMANAGED, Chain, Dot, Mode, Scale, agrees, expect, results
 from ranks import alone
 
 
@@ -88,7 +88,7 @@ def test_the_recomputation_of_a_checkpoint_gets_frozen_weights_too(model):
             seen.append((*run.weights().values(), released))
         return tuple(seen)
 
-    expect(train, 2, ((1.7, 3, True), (1.4, 3, True)), rel=1e-6)
+    expect(train, 2, ((1.7, 3, True), (1.4, 3, True)), rel=1e-6, modes=PARAMS)
 
 
 class ParentUsesChildsWeight(torch.nn.Module):
@@ -115,7 +115,7 @@ def test_a_childs_weight_used_by_its_parent_has_its_value(bucket):
         run.step()
         return seen, run.weights()["child.weight"]
 
-    expect(train, 2, ([1, 2, 3], [0, 1, 2]))
+    expect(train, 2, ([1, 2, 3], [0, 1, 2]), modes=PARAMS)
 
 
 def test_forwards_without_gradient_between_backward_calls_disturb_nothing():
@@ -127,7 +127,7 @@ def test_forwards_without_gradient_between_backward_calls_disturb_nothing():
         busy_window(run)
         return run.weights(), zero.memory()["device"]["params"] == at_rest
 
-    expect(train, 2, ({"w": -3}, True))
+    expect(train, 2, ({"w": -3}, True), modes=PARAMS)
 
 
 def busy_window(run):
@@ -212,7 +212,7 @@ def test_edits_by_the_owner_reach_all_ranks_and_the_masters():
         run.window({"w": 1})
         return *edited, run.weights()
 
-    expect(train, 2, ({"w": 10}, {"w": 10}, {"w": 9}))
+    expect(train, 2, ({"w": 10}, {"w": 10}, {"w": 9}), modes=PARAMS)
 
 
 def test_edits_without_an_owner_raise_on_all_ranks_and_are_undone():
@@ -230,7 +230,7 @@ def test_edits_without_an_owner_raise_on_all_ranks_and_are_undone():
         return *kept, run.weights()
 
     before = {"w": [1, 2, 3, 4, 5]}
-    expect(train, 2, (before, before, {"w": [0, 1, 2, 3, 4]}))
+    expect(train, 2, (before, before, {"w": [0, 1, 2, 3, 4]}), modes=PARAMS)
 
 
 @pytest.mark.parametrize("edit", [False, True])
@@ -250,7 +250,8 @@ def test_an_exception_inside_gathered_leaves_nothing_gathered_or_changed(modifie
         run.window({"w": 1})
         return released, kept, run.weights()
 
-    expect(train, 2, (True, {"w": [1, 2, 3, 4, 5]}, {"w": [0, 1, 2, 3, 4]}))
+    kept, after = {"w": [1, 2, 3, 4, 5]}, {"w": [0, 1, 2, 3, 4]}
+    expect(train, 2, (True, kept, after), modes=PARAMS)
 
 
 def plain_chain(rank, world):

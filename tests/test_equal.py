@@ -127,9 +127,9 @@ def check_updates(seen, world, optimizer):
         plain.optimizer.step()
         assert_same(copied(named(plain.model)), state["master"], f"weights after step {step}")
         for name, param in named(plain.model).items():
-            truth = plain.optimizer.state[param]
-            ours = {k: v for k, v in state["state"][name].items() if k != "given"}
-            truth = {k: v.item() if k == "step" else v for k, v in truth.items()}
+            truth, ours = dict(plain.optimizer.state[param]), dict(state["state"][name])
+            del ours["given"]
+            assert float(truth.pop("step", 0)) == float(ours.pop("step", 0)), name
             assert_same(dict(sorted(truth.items())), dict(sorted(ours.items())), name)
         everything = copied(dict(plain.model.state_dict()))  # frozen ones and buffers: rank 0's
         assert_same(everything, dict(whole), f"model after step {step}")
@@ -194,14 +194,13 @@ def test_all_tiers_and_modes_give_the_bits_that_are_the_plain_numbers(
     assert_all_same(configurations, world, optimizer, run)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_where_stage_3_keeps_its_slices_changes_no_bit(world, tmp_path):
+def test_where_stage_3_keeps_its_slices_changes_no_bit(tmp_path):
     def run(rank, **configuration):
         return train(rank, 3, tmp_path, "adamw", reduce_bucket_size=120, **configuration)
 
     configurations = [{}, *product(weights=("cpu", "nvme"), home=HOMES)]
     configurations += [{"weights": home, "home": home, "managed": False} for home in HOMES]
-    assert_all_same(configurations, world, "adamw", run)
+    assert_all_same(configurations, 3, "adamw", run)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -237,7 +236,7 @@ def test_cutting_the_update_into_groups_changes_no_bit(stage, tmp_path):
     assert_all_same(configurations, 2, "adamw", run)
 
 
-@pytest.mark.parametrize("size", [1, 50, 10**6])
+@pytest.mark.parametrize("size", [1, 10**6])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_buckets_of_any_size_give_the_plain_numbers(stage, size, tmp_path):
     def run(rank, home):
@@ -289,12 +288,11 @@ def test_stage_1_gives_the_bits_of_ddp(world, optimizer, tmp_path):
     assert_same_everywhere(run_ranks(work, world))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_construction_takes_rank_0s_weights_and_buffers(stage, tmp_path):
+def test_construction_takes_rank_0s_weights_and_buffers(tmp_path):
     def work(rank, world):
-        zeros = [new_model(rank), new_model(rank)]
         taken = []
-        for model, home in zip(zeros, ("none", "nvme"), strict=True):
+        for stage, home in itertools.product((1, 2, 3), ("none", "nvme")):
+            model = new_model(rank)
             with build(stage, model, tmp_path, home=home, reduce_bucket_size=50) as zero:
                 taken.append(copied(zero.model_state_dict()))
                 with zero.gathered():
@@ -307,20 +305,19 @@ def test_construction_takes_rank_0s_weights_and_buffers(stage, tmp_path):
     run_ranks(work, 3)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_same_seed_gives_the_same_bits_run_after_run(stage, tmp_path):
+def test_the_same_seed_gives_the_same_bits_run_after_run(tmp_path):
     def work(rank, world):  # three ranks: with two, every order of addition is the same
-        return train(rank, stage, tmp_path, "adamw", home="nvme", reduce_bucket_size=120)
+        options = {"home": "nvme", "reduce_bucket_size": 120}
+        return [train(rank, stage, tmp_path, "adamw", **options) for stage in (1, 2, 3)]
 
     first, second = (assert_same_everywhere(run_ranks(work, 3)) for _ in range(2))
     assert_same(first, second, "two runs")
 
 
-@pytest.mark.parametrize("name", ["gradient", "master", "weight"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_may_call_its_state_what_it_likes(stage, name, tmp_path):
+@pytest.mark.parametrize("name", ["gradient", "master"])
+def test_an_optimizer_may_call_its_state_what_it_likes(name, tmp_path):
     def work(rank, world):
-        for home, where in itertools.product(HOMES, ("host", "device")):
+        for stage, home, where in itertools.product((1, 2, 3), HOMES, ("host", "device")):
             model = Dot(start=7.0)
             options = {"settings": {"accumulate_on": where}, "lr": 1.0}
             with build(stage, model, tmp_path, recording(SGD, name), home, **options) as zero:
@@ -328,8 +325,12 @@ def test_an_optimizer_may_call_its_state_what_it_likes(stage, name, tmp_path):
                     zero.backward(model(torch.full((5,), float(step))))
                     zero.step()
                 state = zero.state_dict()
-            assert state["master"]["w"].tolist() == [1.0] * 5, f"{home}, {where}: 7 - 1 - 2 - 3"
-            assert state["state"]["w"][name].tolist() == [3.0] * 5, f"{home}, {where}: given last"
+            assert state["master"]["w"].tolist() == [7.0 - 1 - 2 - 3] * 5, (
+                f"stage {stage}, {home}, {where}"
+            )
+            assert state["state"]["w"][name].tolist() == [3.0] * 5, (
+                f"stage {stage}, {home}, {where}"
+            )
 
     run_ranks(work, 2)
 
@@ -344,24 +345,22 @@ class Watched(AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fused_reaches_the_update_only_if_it_is_asked_for(stage, tmp_path):
+def test_fused_reaches_the_update_only_if_it_is_asked_for(tmp_path):
     def work(rank, world):
-        for home, fused in itertools.product(HOMES, (True, False, None)):
+        for stage, home, fused in itertools.product((1, 2, 3), HOMES, (True, False, None)):
             model, options = new_model(), {} if fused is None else {"fused": fused}
             with build(stage, model, tmp_path, Watched, home, lr=0.05, **options) as zero:
                 Watched.fused = None
                 zero.backward(loss_of(model, rows(rank, 0)))
                 zero.step()
-            assert {fused} == Watched.fused, f"{home}, fused={fused}: {Watched.fused}"
+            assert {fused} == Watched.fused, f"stage {stage}, {home}, {fused}: {Watched.fused}"
 
     run_ranks(work, 2)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_fused_update_gives_the_plain_numbers(stage, tmp_path):
+def test_a_fused_update_gives_the_plain_numbers(tmp_path):
     def work(rank, world):
-        for home in HOMES:
+        for stage, home in itertools.product((1, 2, 3), ("none", "nvme")):
             seen = train(rank, stage, tmp_path, "adamw", home=home, fused=True)
             check_gradients(seen, world, "adamw")
             check_path(seen, world, "adamw")

@@ -6,6 +6,7 @@ rank's. The model has one parameter in every layer, so with the smallest buckets
 bucket and with large ones the whole model is, in all stages alike: nothing else decides on padding.
 """
 
+import functools
 import gc
 import itertools
 import time
@@ -238,8 +239,7 @@ def check_traffic(plan, moved, calls, step):
     assert not wrong, f"step {step}, moved and wanted bytes: {wrong}"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_managed_and_unmanaged_windows_move_the_same(stage, tmp_path):
+def test_managed_and_unmanaged_windows_move_the_same(tmp_path):
     def body(plan):
         seen = []
         for managed in (True, False):
@@ -253,8 +253,8 @@ def test_managed_and_unmanaged_windows_move_the_same(stage, tmp_path):
                 seen.append({kind: n for kind, n in zero.traffic.items() if kind != "control"})
         assert seen[0] == seen[1]
 
-    places = itertools.product(HOMES, ("host", "device"))
-    for_each_plan(body, [Plan(stage, 2, home, where=where) for home, where in places], 2)
+    places = itertools.product(STAGES, HOMES, ("host", "device"))
+    for_each_plan(body, [Plan(stage, 2, home, where=where) for stage, home, where in places], 2)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -270,18 +270,17 @@ def test_construction_sends_rank_0s_weights_and_nothing_else(world, tmp_path):
     for_each_plan(body, plans, world)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_forward_for_evaluation_moves_parameters_once_in_stage_3_and_never_else(stage, tmp_path):
+def test_a_forward_for_evaluation_moves_parameters_once_in_stage_3_and_never_else(tmp_path):
     def body(plan):
         model, zero = new(plan, tmp_path)
         with zero, torch.no_grad():
             moved = moved_by(zero, lambda: model(batch()))
             gathered = plan.P * plan.size * (plan.world - 1) // plan.world
-            assert not differences(moved, {"all_gather": gathered if stage == 3 else 0})
+            assert not differences(moved, {"all_gather": gathered if plan.stage == 3 else 0})
             assert_holds(zero, plan.memory(), "after a forward")
 
-    plans = [Plan(stage, 2, "none", each=each) for each in (True, False)]
-    for_each_plan(body, plans, 2)
+    pairs = itertools.product(STAGES, (True, False))
+    for_each_plan(body, [Plan(stage, 2, "none", each=each) for stage, each in pairs], 2)
 
 
 # What is alive, by the garbage collector's word
@@ -359,82 +358,83 @@ def watch(model, look):
 
 
 def deep(stage, folder, home="none", depth=LAYERS, **options):
+    """A model in which every layer is a bucket."""
     model = Stack([16] * (depth + 1))
     return model, build(stage, model, folder, AdamW, home, reduce_bucket_size=1, **options)
 
 
-@pytest.mark.parametrize("weights", HOMES)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_stage_3_holds_the_unit_in_use_and_the_next_one_while_it_computes(
-    overlap, weights, tmp_path
-):
+def test_stage_3_holds_the_unit_in_use_and_the_next_one_while_it_computes(overlap, tmp_path):
     def work(rank, world):
-        options = {"weights": weights, "overlap_comm": overlap}
-        model, zero = deep(3, tmp_path, **options)
-        slices = LAYERS * UNIT // world * (weights == "none")
-        with zero:
-            forward, backward = watch(model, lambda: zero.memory()["device"]["params"] - slices)
-            for _ in range(3):  # from the second on the order is known and units come ahead
-                zero.backward(model(torch.randn(4, 16)))
-                zero.step()
-        assert len(forward) == len(backward) == 3 * LAYERS
-        for name, held in (("forward", forward), ("backward", backward)):
-            assert max(held) <= 2 * UNIT, f"{name}: {[n / UNIT for n in held]} units"
-        assert min(forward) == UNIT, "the unit in use, at least"
+        for weights in HOMES:
+            model, zero = deep(3, tmp_path, weights=weights, overlap_comm=overlap)
+            slices = LAYERS * UNIT // world * (weights == "none")
+            with zero:
+
+                def look(zero=zero, slices=slices):
+                    return (zero.memory()["device"]["params"] - slices) / UNIT
+
+                held = watch(model, look)
+                for _ in range(3):  # from the second on the order is known and units come ahead
+                    zero.backward(model(torch.randn(4, 16)))
+                    zero.step()
+            for units in held:
+                assert len(units) == 3 * LAYERS
+                assert max(units) <= 2, f"slices in {weights}: {units}"
+            assert min(held[0]) == 1, "the unit in use is whole in its forward"
 
     run_ranks(work, 2)
 
 
-@pytest.mark.parametrize("weights", HOMES)
-def test_stage_3_holds_slices_alone_between_forward_and_backward(weights, tmp_path):
+def test_stage_3_holds_slices_alone_between_forward_and_backward(tmp_path):
     def work(rank, world):
-        model, zero = deep(3, tmp_path, weights=weights)
-        slices = LAYERS * UNIT // world * (weights == "none")
-        with zero:
-            for _ in range(3):
-                assert zero.memory()["device"]["params"] == slices
-                loss = model(torch.randn(4, 16))
-                assert zero.memory()["device"]["params"] == slices
-                zero.backward(loss)
-                assert zero.memory()["device"]["params"] == slices
-                zero.step()
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("home", ["none", "nvme"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_full_gradients_live_bucket_by_bucket(stage, home, overlap, tmp_path):
-    def work(rank, world):
-        model, zero = deep(stage, tmp_path, home, overlap_comm=overlap)
-        slices = LAYERS * UNIT // world * (home == "none")
-        with zero:
-            _, backward = watch(model, lambda: zero.memory()["device"]["grads"])
-            for _ in range(2):
-                zero.backward(model(torch.randn(4, 16)))
-                assert zero.memory()["device"]["grads"] == slices
-        held = [(n - slices) / UNIT for n in backward]
-        assert max(held) <= 2, f"{held} full gradients"
+        for weights in HOMES:
+            model, zero = deep(3, tmp_path, weights=weights)
+            slices = LAYERS * UNIT // world * (weights == "none")
+            with zero:
+                for _ in range(3):
+                    assert zero.memory()["device"]["params"] == slices
+                    loss = model(torch.randn(4, 16))
+                    assert zero.memory()["device"]["params"] == slices
+                    zero.backward(loss)
+                    assert zero.memory()["device"]["params"] == slices
+                    zero.step()
 
     run_ranks(work, 2)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_gradients_under_way_are_few(stage, overlap, tmp_path):
+def test_full_gradients_live_bucket_by_bucket_in_stages_2_and_3(overlap, tmp_path):
+    def work(rank, world):
+        for stage, home in itertools.product((2, 3), ("none", "cpu")):
+            model, zero = deep(stage, tmp_path, home, overlap_comm=overlap)
+            slices = LAYERS * UNIT // world * (home == "none")
+            with zero:
+                _, held = watch(model, lambda zero=zero: zero.memory()["device"]["grads"])
+                for _ in range(2):
+                    zero.backward(model(torch.randn(4, 16)))
+                    assert zero.memory()["device"]["grads"] == slices
+            full = [(n - slices) / UNIT for n in held]
+            assert max(full) <= 2, f"stage {stage}, {home}: {full} full gradients"
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_gradients_under_way_are_few(overlap, tmp_path):
     # Also those that are being reduced, which memory() may leave out: by what is really alive,
     # with a batch so small that it does not count.
     def work(rank, world):
-        model, zero = deep(stage, tmp_path, depth=24, overlap_comm=overlap)
         limit = 24 * UNIT // 2
-        with zero:
-            zero.backward(model(torch.randn(1, 16)))  # makes what stays
-            only_new()
-            but = list(model.parameters())
-            _, backward = watch(model, lambda: alive_for(range(limit), but, seconds=0.3))
-            zero.backward(model(torch.randn(1, 16)))
-        assert len(backward) == 24
-        assert 0 < max(backward) < limit, f"{max(backward)} bytes of {24 * UNIT}"
+        for stage in (2, 3):
+            model, zero = deep(stage, tmp_path, depth=24, overlap_comm=overlap)
+            with zero:
+                zero.backward(model(torch.randn(1, 16)))  # makes what stays
+                only_new()
+                look = functools.partial(alive_for, range(limit), list(model.parameters()), 0.3)
+                _, held = watch(model, look)
+                zero.backward(model(torch.randn(1, 16)))
+            assert len(held) == 24
+            assert 0 < max(held) < limit, f"stage {stage}: {max(held)} bytes of {24 * UNIT}"
 
     run_ranks(work, 2)

@@ -12,7 +12,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from models import STAGES
 from notebooks import demo
@@ -25,8 +24,9 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     """Ranks are forked, so they have what is set here."""
-    smaller = functools.partial(demo.Transformer, width=32, heads=2, layers=2)
+    smaller = functools.partial(demo.Transformer, width=16, heads=2, layers=1)
     monkeypatch.setattr(demo, "Transformer", smaller)
+    monkeypatch.setattr(demo, "batch", functools.partial(demo.batch, rows=2, length=16))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a killed run leaves its folders
     demo.read_text()  # read once, not on each rank of each run
 
@@ -149,14 +149,17 @@ def test_a_kill_while_saving_leaves_the_old_file(moment, tmp_path):
 
     def work(rank, world):
         if moment == "while writing":
-            torch.save = lambda state, target: (write_half(target), kill(os.getpid()))
+            torch.save = lambda state, target: (write_half(target), die())
         else:
-            os.replace = lambda *paths: kill(os.getpid())
+            os.replace = lambda *paths: die()
         demo.run(STAGES[1], arguments(1, "--save-every", "1", save=file, resume=file), print)
 
     def write_half(target):
         with open(target, "wb") if isinstance(target, (str, os.PathLike)) else target as out:
             out.write(before[: len(before) // 2])
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
 
     run_ranks(work, 1, expect_exit={0: -signal.SIGKILL})
     assert file.read_bytes() == before, "the old file is whole"

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from models import HOMES, SGD, AdamW, Dot, Odd, assert_same, build, copied, on_all_tiers, rows
 from models import param_groups as two_groups
@@ -32,6 +33,13 @@ def through_a_file(state):
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def on_each_tier(body, folder):
+    """body(make, rank) for every stage and every tier once; the matrix has all their pairs."""
+    each = zip((1, 2, 3), HOMES, strict=True)
+    works = [on_all_tiers(body, folder, (stage,), (home,)) for stage, home in each]
+    return lambda rank, world: [work(rank, world) for work in works]
 
 
 # ---- every saver, every loader -------------------------------------------------------------------
@@ -101,8 +109,8 @@ def optimizer_of(saver):
 def make(stage, home, folder, optimizer):
     kind, options = OPTIMIZERS[optimizer]
     options = {**options, "loss_scale": "dynamic", "initial_loss_scale": 8.0}
-    options |= {"loss_scale_window": 2, "reduce_bucket_size": 24}
-    model, settings = Zoo(), {"sub_group_size": 16} if home != "none" else {}
+    options |= {"loss_scale_window": 2, "reduce_bucket_size": 32}
+    model, settings = Zoo(), {"sub_group_size": 10} if home != "none" else {}
     groups = interleaved(model)
     return model, build(
         stage, model, folder, kind, home, settings=settings, param_groups=groups, **options
@@ -126,7 +134,7 @@ def save_and_go_on(rank, world, folder):
         model, zero = make(stage, home, folder, optimizer_of(saver))
         with zero:
             steps(model, zero, rank, world, range(3))
-            saved = through_a_file((zero.state_dict(), zero.model_state_dict()))
+            saved = zero.state_dict(), zero.model_state_dict()
             steps(model, zero, rank, world, range(3, 6))
             found[saver] = saved, (zero.state_dict(), zero.model_state_dict())
     return found
@@ -137,7 +145,8 @@ def savers(tmp_path_factory):
     """{(stage, home, ranks): (what it saved, what it came to without a stop)}."""
     folder, found = tmp_path_factory.mktemp("savers"), {}
     for world in WORLDS:
-        found |= assert_same_everywhere(run_ranks(save_and_go_on, world, folder))
+        every = assert_same_everywhere(run_ranks(save_and_go_on, world, folder))
+        found |= through_a_file(every)
     return found
 
 
@@ -241,34 +250,31 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_every_elementwise_optimizer_goes_on_from_its_state(name, tmp_path):
+def test_every_elementwise_optimizer_goes_on_from_its_state(tmp_path):
     """Each keeps numbers of its own beside the step count, such as NAdam's mu_product."""
-    options = {"lr": 0.01, **ELEMENTWISE[name]}
 
-    def train(rank, index, model, zero):
-        for i in index:
-            zero.backward(model(rows(rank, i)).square().mean())
+    def train(model, zero, rank, indices):
+        for index in indices:
+            zero.backward(model(rows(rank, index)).square().mean())
             zero.step()
 
+    cut = {"sub_group_size": 50}  # a parameter in several pieces, each with numbers of its own
+
     def work(rank, world):
-        for (stage, home), (other, elsewhere) in (
-            ((1, "none"), (3, "nvme")), ((3, "nvme"), (2, "cpu")),
-        ):  # fmt: skip
+        for name, options in ELEMENTWISE.items():
+            kind, options = getattr(torch.optim, name), {"lr": 0.01, **options}
             model = Odd()
-            zero = build(stage, model, tmp_path, getattr(torch.optim, name), home, **options)
-            train(rank, range(7), model, zero)
+            zero = build(1, model, tmp_path, kind, **options)
+            train(model, zero, rank, range(3))
             saved, weights = through_a_file((zero.state_dict(), zero.model_state_dict()))
-            train(rank, range(7, 10), model, zero)
-            wanted = zero.state_dict()
-            zero.close()
-            model = Odd()
-            zero = build(other, model, tmp_path, getattr(torch.optim, name), elsewhere, **options)
-            zero.load_model_state_dict(weights)
-            zero.load_state_dict(saved)
-            train(rank, range(7, 10), model, zero)
-            assert_same(wanted, zero.state_dict(), f"{stage}, {home} to {other}, {elsewhere}")
-            zero.close()
+            train(model, zero, rank, range(3, 6))
+            other = Odd()
+            resumed = build(3, other, tmp_path, kind, "nvme", settings=cut, **options)
+            resumed.load_model_state_dict(weights)
+            resumed.load_state_dict(saved)
+            train(other, resumed, rank, range(3, 6))
+            assert_same(zero.state_dict(), resumed.state_dict(), name)
+            resumed.close()
 
     run_ranks(work, 2)
 
@@ -301,7 +307,7 @@ def test_groups_may_keep_different_state(kind, option, tmp_path):
         train(other, resumed, range(2, 4))
         assert_same(zero.state_dict(), resumed.state_dict(), "resumed")
 
-    run_ranks(on_all_tiers(body, tmp_path), 2)
+    run_ranks(on_each_tier(body, tmp_path), 2)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -351,51 +357,36 @@ def test_distributed_checkpoint_takes_it_and_gives_it_back(tmp_path):
     run_ranks(work, 2)
 
 
-def test_a_saved_file_is_as_large_as_the_state(tmp_path):
-    """A view would drag the whole buffer that it is cut from into the file."""
+def test_no_entry_is_a_view_of_something_larger(tmp_path):
+    """torch.save of one entry would write all of the buffer that it is cut from."""
 
-    def body(make, rank):
-        _, zero = trained(make, rank, nn.Sequential(nn.Linear(7, 100), nn.Linear(100, 60)))
-        numel = 7 * 100 + 100 + 100 * 60 + 60
-        for state, nbytes in (
-            (zero.state_dict(), 12 * numel),
-            (zero.model_state_dict(), 4 * numel),
-        ):
-            file = io.BytesIO()
-            torch.save(state, file)
-            assert nbytes < len(file.getvalue()) < nbytes + 10_000
-
-    run_ranks(on_all_tiers(body, tmp_path), 2)
-
-
-def test_a_saved_state_stays_what_it_was_while_training_goes_on(tmp_path):
-    def body(make, rank):
-        model, zero = trained(make, rank)
-        state, weights = zero.state_dict(), zero.model_state_dict()
-        before = through_a_file((state, weights))
-        for group in zero.param_groups:
-            group["lr"] *= 2
-        zero.backward(model(rows(rank, 5)).square().mean())
-        zero.step()
-        assert_same(before, (state, weights), "handed out")
-
-    run_ranks(on_all_tiers(body, tmp_path), 2)
-
-
-def test_loading_does_not_keep_or_change_what_it_is_given(tmp_path):
     def body(make, rank):
         _, zero = trained(make, rank)
-        state, weights = zero.state_dict(), zero.model_state_dict()
-        before = through_a_file((state, weights))
-        model = Odd()
-        other = make(model, AdamW)
-        other.load_model_state_dict(weights)
-        other.load_state_dict(state)
-        other.backward(model(rows(rank, 5)).square().mean())
-        other.step()
-        assert_same(before, (state, weights), "what was given")
+        for tensor in tree_leaves((zero.state_dict(), zero.model_state_dict())):
+            if torch.is_tensor(tensor):
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
-    run_ranks(on_all_tiers(body, tmp_path), 2)
+    run_ranks(on_each_tier(body, tmp_path), 2)
+
+
+def test_a_state_is_a_copy_on_the_way_out_and_on_the_way_in(tmp_path):
+    """Training on changes neither what was handed out nor what was loaded from."""
+
+    def body(make, rank):
+        model, zero = trained(make, rank)
+        given = zero.state_dict(), zero.model_state_dict()
+        before = through_a_file(given)
+        other = Odd()
+        loaded = make(other, AdamW)
+        loaded.load_model_state_dict(given[1])
+        loaded.load_state_dict(given[0])
+        for net, optimizer in ((model, zero), (other, loaded)):
+            optimizer.param_groups[0]["lr"] *= 2
+            optimizer.backward(net(rows(rank, 5)).square().mean())
+            optimizer.step()
+        assert_same(before, given, "what was handed out and in")
+
+    run_ranks(on_each_tier(body, tmp_path), 2)
 
 
 def test_with_rank0_only_no_other_rank_has_or_needs_it(tmp_path):
@@ -407,7 +398,7 @@ def test_with_rank0_only_no_other_rank_has_or_needs_it(tmp_path):
         other.load_state_dict(mine)
         assert_same(whole, other.state_dict(), "loaded from rank 0")
 
-    run_ranks(on_all_tiers(body, tmp_path), 3)
+    run_ranks(on_each_tier(body, tmp_path), 3)
 
 
 def test_a_state_without_master_leaves_the_weights(tmp_path):
@@ -419,7 +410,7 @@ def test_a_state_without_master_leaves_the_weights(tmp_path):
         assert_same(before, other.model_state_dict(), "weights")
         assert_same(saved["state"], other.state_dict()["state"], "state")
 
-    run_ranks(on_all_tiers(body, tmp_path), 2)
+    run_ranks(on_each_tier(body, tmp_path), 2)
 
 
 def test_state_moves_between_precisions(tmp_path):
@@ -440,7 +431,7 @@ def test_state_moves_between_precisions(tmp_path):
         trainable = saved["master"]
         assert_same({n: rounded[n] for n in trainable}, {n: weights[n] for n in trainable}, "bf16")
 
-    run_ranks(on_all_tiers(body, tmp_path), 2)
+    run_ranks(on_each_tier(body, tmp_path), 2)
 
 
 # ---- the model alone -----------------------------------------------------------------------------
@@ -497,7 +488,7 @@ def test_model_state_dict_is_what_the_plain_model_would_give(dtype, tmp_path):
         x = rows(0, 9).to(dtype)
         assert_same(model(x), other(x), "output")
 
-    run_ranks(on_all_tiers(body, tmp_path, homes=("none", "nvme")), 2)
+    run_ranks(on_each_tier(body, tmp_path), 2)
 
 
 def test_extra_state_of_modules_moves_too(tmp_path):
@@ -534,41 +525,32 @@ def test_loading_weights_alone_refreshes_the_masters_and_leaves_the_rest(dtype, 
             moved = (value - wanted[name]).abs().max()
             assert 0 < moved < 0.01, f"{name} jumped by {moved}"  # lr is 0.001
 
-    run_ranks(on_all_tiers(body, tmp_path), 2)
+    run_ranks(on_each_tier(body, tmp_path), 2)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("managed", [True, False])
-@pytest.mark.parametrize("calls", [1, 3])
-def test_in_the_middle_of_a_window_it_says_how_many_calls_would_be_lost(managed, calls, tmp_path):
-    options = {"gradient_accumulation_steps": 4} if managed else {}
-    options["managed_gradient_accumulation"] = managed
+def test_in_the_middle_of_a_window_it_says_how_many_calls_would_be_lost(managed, tmp_path):
+    """And loses none: the window goes on to its end, where saving is allowed."""
 
     def body(make, rank):
-        zero = make(model := Dot(), SGD, lr=1.0, **options)
-        for rank0_only in (False, True):
-            for _ in range(calls):
-                zero.backward(model(torch.ones(5)), scale_wrt_gas=False)
-                if managed:
-                    zero.step()
-            with pytest.raises(RuntimeError, match=rf"window would lose {calls} backward call"):
-                zero.state_dict(rank0_only=rank0_only)
-            for _ in range(4 - calls):
-                zero.backward(model(torch.ones(5)), scale_wrt_gas=False)
-                if managed:
-                    zero.step()
-            if not managed:
-                zero.step()
-            zero.state_dict()  # the window has closed, with all its calls
-        assert zero.state_dict()["master"]["w"].tolist() == [-8.0] * 5
-        zero.backward(model(torch.ones(5)))
-        zero.finalize_gradient_accumulation_boundary() if not managed else None
-        with pytest.raises(RuntimeError, match="would lose 1 backward call"):
+        options = {"gradient_accumulation_steps": 4} if managed else {}
+        model = Dot()
+        zero = make(model, SGD, lr=1.0, managed_gradient_accumulation=managed, **options)
+        for calls in range(1, 5):
+            zero.backward(model(torch.ones(5)), scale_wrt_gas=False)
+            zero.step() if managed and calls < 4 else None
+            with pytest.raises(RuntimeError, match=rf"would lose {calls} backward call"):
+                zero.state_dict(rank0_only=calls % 2 == 0)
+        zero.finalize_gradient_accumulation_boundary()
+        with pytest.raises(RuntimeError, match="would lose 4 backward call"):
             zero.state_dict()
+        zero.step()
+        assert zero.state_dict()["master"]["w"].tolist() == [-4.0] * 5
 
-    run_ranks(on_all_tiers(body, tmp_path), 2)
+    run_ranks(on_each_tier(body, tmp_path), 2)
 
 
 def test_if_only_one_rank_is_in_the_middle_of_a_window_all_raise():
@@ -626,39 +608,38 @@ def test_one_error_lists_every_wrong_entry_and_nothing_is_changed(tmp_path):
         zero.step()
         assert zero.was_step_applied()
 
-    run_ranks(on_all_tiers(body, tmp_path), 2)
+    run_ranks(on_each_tier(body, tmp_path), 2)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "pattern"),
-    [
-        (lambda s: s.clear(), "state.*param_groups"),
-        (lambda s: s.pop("param_groups"), "param_groups"),
-        (lambda s: s["param_groups"].append({**s["param_groups"][0], "params": []}), "groups"),
-        (lambda s: s["param_groups"][0].pop("params"), "params"),
-        (lambda s: s["param_groups"][0].update(params=[0, 1, 2]), "groups"),
-        (lambda s: s["state"].update(scale=torch.zeros(3)), "scale"),
-        (lambda s: s["state"]["scale"].update(exp_avg="text"), "exp_avg of scale"),
-        (lambda s: s["state"]["scale"].update(exp_avg=None), "exp_avg of scale"),
-        (lambda s: s["state"]["scale"].update(step=torch.zeros(3)), "step of scale"),
-        (lambda s: s["state"]["scale"].update(step="text"), "step of scale"),
-        (lambda s: s["master"].update(scale=None), "master of scale"),
-        (lambda s: s["master"].update(scale=1.0), "master of scale"),
-        (lambda s: s.update(master=[]), "master"),
-        (lambda s: s.update(loss_scale="text"), "loss_scale"),
-    ],
-    ids=range(14),
-)
-def test_every_kind_of_wrong_entry_is_refused(spoil, pattern, tmp_path):
-    def body(make, rank):
-        _, zero = trained(make, rank)
-        bad = zero.state_dict()
-        spoil(bad)
+WRONG = [
+    (lambda s: s.clear(), "state.*param_groups"),
+    (lambda s: s.pop("param_groups"), "param_groups"),
+    (lambda s: s["param_groups"].append({**s["param_groups"][0], "params": []}), "groups"),
+    (lambda s: s["param_groups"][0].pop("params"), "params"),
+    (lambda s: s["param_groups"][0].update(params=[0, 1, 2]), "groups"),
+    (lambda s: s["state"].update(scale=torch.zeros(3)), "scale"),
+    (lambda s: s["state"]["scale"].update(exp_avg="text"), "exp_avg of scale"),
+    (lambda s: s["state"]["scale"].update(exp_avg=None), "exp_avg of scale"),
+    (lambda s: s["state"]["scale"].update(step=torch.zeros(3)), "step of scale"),
+    (lambda s: s["state"]["scale"].update(step="text"), "step of scale"),
+    (lambda s: s["master"].update(scale=None), "master of scale"),
+    (lambda s: s["master"].update(scale=1.0), "master of scale"),
+    (lambda s: s.update(master=[]), "master"),
+    (lambda s: s.update(loss_scale="text"), "loss_scale"),
+]
+
+
+def test_every_kind_of_wrong_entry_is_refused():
+    def work(rank, world):
+        _, zero = trained(lambda model, *args: build(2, model, None, *args), rank)
         before = zero.state_dict()
-        refuses(rank, lambda: zero.load_state_dict(bad if rank == 0 else {}), [pattern])
-        assert_same(before, zero.state_dict(), "after the error")
+        for number, (spoil, pattern) in enumerate(WRONG):
+            bad = zero.state_dict()
+            spoil(bad)
+            refuses(rank, lambda bad=bad: zero.load_state_dict(bad if rank == 0 else {}), [pattern])
+            assert_same(before, zero.state_dict(), f"after error {number}")
 
-    run_ranks(on_all_tiers(body, tmp_path, homes=("none",)), 2)
+    run_ranks(work, 2)
 
 
 def test_wrong_weights_are_listed_in_one_error_and_nothing_is_changed(tmp_path):
@@ -680,7 +661,7 @@ def test_wrong_weights_are_listed_in_one_error_and_nothing_is_changed(tmp_path):
         refuses(rank, lambda: zero.load_model_state_dict(bad if rank == 0 else {}), patterns)
         assert_same(before, (zero.state_dict(), zero.model_state_dict()), "after the error")
 
-    run_ranks(on_all_tiers(body, tmp_path), 2)
+    run_ranks(on_each_tier(body, tmp_path), 2)
 
 
 # ---- plain PyTorch, both ways --------------------------------------------------------------------
@@ -729,7 +710,7 @@ def compare_with_ddp(stage, ddp, weights, what):
     """Stage 1 has DDP's bits; the others may add in another order."""
     plain = ddp.module.state_dict()
     if stage == 1:
-        return assert_same(dict(plain), weights, what)
+        return assert_same({**plain}, {**weights}, what)
     for name, value in plain.items():
         assert (value - weights[name]).norm() <= 1e-6 * value.norm(), f"{what}: {name}"
     return None
@@ -740,45 +721,33 @@ CONVERSIONS = {
         lambda ddp, optimizer: by_name(ddp.module, optimizer.state_dict()),
         lambda ddp, optimizer, state: optimizer.load_state_dict(by_position(ddp.module, state)),
     ),
-    "torch's": (
-        get_optimizer_state_dict,
-        lambda ddp, optimizer, state: set_optimizer_state_dict(ddp, optimizer, state),
-    ),
+    "torch's": (get_optimizer_state_dict, set_optimizer_state_dict),
 }
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS)
-def test_a_ddp_scripts_state_moves_in(conversion, tmp_path):
+def test_state_moves_in_from_a_ddp_script_and_out_to_one(conversion, tmp_path):
+    """Three windows there, three here, three there, as if all nine had been there."""
+    move_in, move_out = CONVERSIONS[conversion]
+
     def body(make, rank):
+        model = Odd()
         ddp, optimizer = plain_ddp()
         train_ddp(ddp, optimizer, rank, range(3))
-        state = CONVERSIONS[conversion][0](ddp, optimizer)
-        model = Odd()
         zero = make(model, AdamW, lr=0.7)  # the lr that comes with the state counts
         zero.load_model_state_dict(ddp.module.state_dict())
-        zero.load_state_dict(state)
-        train_ddp(ddp, optimizer, rank, range(3, 6))
+        zero.load_state_dict(move_in(ddp, optimizer))
         train_zero(model, zero, rank, range(3, 6))
+        train_ddp(ddp, optimizer, rank, range(3, 6))
         stage = int(type(zero).__name__[-1])
         compare_with_ddp(stage, ddp, zero.model_state_dict(), "moved in")
+        other, optimizer_there = plain_ddp(zero.model_state_dict())
+        move_out(other, optimizer_there, zero.state_dict())
+        train_ddp(other, optimizer_there, rank, range(6, 9))
+        train_ddp(ddp, optimizer, rank, range(6, 9))
+        compare_with_ddp(stage, ddp, other.module.state_dict(), "moved out")
 
-    run_ranks(on_all_tiers(body, tmp_path), 2)
-
-
-@pytest.mark.parametrize("conversion", CONVERSIONS)
-def test_our_state_moves_out_to_a_ddp_script(conversion, tmp_path):
-    def body(make, rank):
-        model = Odd()
-        zero = make(model, AdamW, lr=0.01, weight_decay=0.1)
-        train_zero(model, zero, rank, range(3))
-        ddp, optimizer = plain_ddp(zero.model_state_dict())
-        CONVERSIONS[conversion][1](ddp, optimizer, zero.state_dict())
-        train_ddp(ddp, optimizer, rank, range(3, 6))
-        train_zero(model, zero, rank, range(3, 6))
-        stage = int(type(zero).__name__[-1])
-        compare_with_ddp(stage, ddp, zero.model_state_dict(), "moved out")
-
-    run_ranks(on_all_tiers(body, tmp_path), 2)
+    run_ranks(on_each_tier(body, tmp_path), 2)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -798,7 +767,7 @@ class Peak(TorchDispatchMode):
         return result
 
     def _meet(self, tensors, new):
-        for tensor in torch.utils._pytree.tree_leaves(tensors):
+        for tensor in tree_leaves(tensors):
             storage = tensor.untyped_storage() if torch.is_tensor(tensor) else None
             if storage is not None and storage._cdata not in self.known:
                 nbytes = storage.nbytes() * new
@@ -835,7 +804,7 @@ def measured(call):
     with Peak() as peak:
         result = call()
     handed_out = {}
-    for tensor in torch.utils._pytree.tree_leaves(result):
+    for tensor in tree_leaves(result):
         if torch.is_tensor(tensor):
             handed_out[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return result, peak.peak - sum(handed_out.values())
@@ -868,6 +837,6 @@ def test_saving_and_loading_needs_no_second_copy_of_the_state(tmp_path):
         print({name: f"{peak / FULL:.3f}" for name, peak in peaks.items()})
         for name, peak in peaks.items():
             assert peak <= 9 * BUCKET < FULL / 5, f"{name} on rank {rank}: {peak / FULL:.2f} FULL"
-        assert rank == 0 or peaks["rank0_only"] <= 4 * BUCKET
+        assert rank == 0 or peaks["rank0_only"] <= 6 * BUCKET
 
-    run_ranks(on_all_tiers(body, tmp_path), WORLD)
+    run_ranks(on_each_tier(body, tmp_path), WORLD)

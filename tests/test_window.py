@@ -136,7 +136,7 @@ def test_managed_mode_divides_by_the_number_of_micro_steps_and_ends_every_last_o
             assert zero.was_step_applied() == (number in (4, 8))
         assert (zero.global_steps, zero.skipped_steps, zero.micro_steps) == (2, 0, 0)
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 def test_several_backward_calls_in_one_micro_step_add_up(everywhere):
@@ -152,7 +152,7 @@ def test_several_backward_calls_in_one_micro_step_add_up(everywhere):
         zero.step()
         assert zero.micro_steps == 1, "the second window began anew"
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 def test_several_backward_calls_on_one_graph_add_up(everywhere):
@@ -165,7 +165,7 @@ def test_several_backward_calls_on_one_graph_add_up(everywhere):
         zero.step()
         assert value(model, zero) == -3.0
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 def test_micro_steps_counts_steps_when_managed_and_backward_calls_when_not(everywhere):
@@ -196,7 +196,7 @@ def test_step_changes_nothing_off_the_boundary(everywhere):
             assert not zero.was_step_applied()
             assert zero.global_steps == zero.skipped_steps == 0
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 def test_a_manual_boundary_rules_until_the_window_closes_and_then_the_counter(everywhere):
@@ -263,7 +263,7 @@ def test_the_boundary_is_true_only_while_step_runs_when_unmanaged(everywhere):
         assert all(Spy.heard)
         Spy.zero = None
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 # Parameters without a gradient
@@ -391,7 +391,7 @@ def test_an_early_finalizer_changes_nothing_however_often_it_is_called(everywher
         for state in states[1:]:
             assert_same(states[0], state, "without and with an early finalizer")
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 def test_an_early_finalizer_tells_the_norm_so_that_the_window_can_be_dropped(everywhere):
@@ -476,7 +476,7 @@ def test_a_managed_window_that_is_finalized_can_be_added_to_or_dropped(everywher
         zero.step()
         assert value(model, zero) == -7.0
 
-    everywhere(body)
+    everywhere(body, homes=["none", "cpu"])
 
 
 def test_the_finalizer_of_an_empty_window_is_no_error(everywhere):
@@ -489,7 +489,7 @@ def test_the_finalizer_of_an_empty_window_is_no_error(everywhere):
         zero.step()
         assert value(model, zero) == -1.0
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 # The wrong call in the wrong mode
@@ -512,7 +512,7 @@ def test_the_boundary_setter_has_no_meaning_when_unmanaged(everywhere):
             states.append(zero.state_dict())
         assert_same(*states, "without and with a wrong call")
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 def test_the_finalizer_raises_off_the_boundary_and_changes_nothing(everywhere):
@@ -533,7 +533,7 @@ def test_the_finalizer_raises_off_the_boundary_and_changes_nothing(everywhere):
             states.append((zero.state_dict(), zero.global_grad_norm))
         assert_same(*states, "without and with a wrong call")
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 def test_stage_1_refuses_to_overlap_with_a_backward_that_it_does_not_know_to_be_the_last(tmp_path):
@@ -555,7 +555,7 @@ def test_a_state_dict_in_mid_window_raises_instead_of_losing_sums(everywhere):
         zero.step()
         assert zero.state_dict()["master"]["w"].tolist() == [-1.0] * 5
 
-    everywhere(body)
+    everywhere(body, homes=["none", "cpu"])
 
 
 # Windows without a gradient, and windows that are dropped
@@ -618,7 +618,7 @@ def test_zero_grad_warns_once_in_the_middle_of_a_managed_window(everywhere):
         zero.zero_grad()
         assert value(model, zero) == -3.0
 
-    everywhere(body)
+    everywhere(body, homes=["none"])
 
 
 def test_zero_grad_does_not_warn_where_nobody_counts(everywhere):
@@ -682,7 +682,7 @@ def test_step_runs_a_closure_with_gradients_on_and_returns_its_loss(everywhere):
             assert zero.was_step_applied()
             assert zero.step() is None
 
-    everywhere(body)
+    everywhere(body, homes=["none", "cpu"])
 
 
 def test_backward_returns_the_loss_as_the_window_sees_it(everywhere):
@@ -710,7 +710,7 @@ def test_backward_takes_a_gradient_for_a_loss_that_is_no_number(everywhere):
         zero.step()
         assert value(model, zero) == -6.0
 
-    everywhere(body)
+    everywhere(body, homes=["none"])
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
@@ -742,7 +742,7 @@ def test_plain_backward_works_where_no_scaling_is_due(everywhere):
                 truth.step()
                 assert_same(truth.state_dict(), zero.state_dict(), f"step {step}")
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 @pytest.mark.parametrize(
@@ -762,7 +762,7 @@ def test_plain_backward_raises_where_it_would_leave_out_a_scale(everywhere, opti
             zero.step()
         assert value(model, zero) == (-3.0 if "loss_scale" not in options else -2.0)
 
-    everywhere(body)
+    everywhere(body, homes=["none"])
 
 
 # Norms and clipping
@@ -806,7 +806,7 @@ def test_the_norm_is_that_of_torch_before_clipping(everywhere, kind, world):
             truth = plain.get_parameter(name).grad
             assert (state["given"] - truth).norm() <= 1e-6 * truth.norm(), name
 
-    everywhere(body, world)
+    everywhere(body, world, homes=["none", "nvme"])
 
 
 # Optimizer conventions
@@ -846,7 +846,7 @@ def test_a_scheduler_of_momentum_reaches_the_update_too(everywhere):
             assert value(model, zero) == wanted
         assert velocity > 1.0
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
 
 
 def test_a_change_in_one_param_group_reaches_that_group_alone(everywhere):
@@ -876,4 +876,4 @@ def test_a_change_in_one_param_group_reaches_that_group_alone(everywhere):
         assert step() == (-0.5, -0.5)
         assert step() == (-0.75, -0.5)  # -0.5 - 0.5 * (1 + 2 * -0.5)
 
-    everywhere(body)
+    everywhere(body, homes=["none", "nvme"])
