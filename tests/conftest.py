@@ -13,7 +13,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import hypothesis  # noqa: E402
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402, F401  # the first optimizer imports it: once here, not per rank
+import torch._dynamo  # noqa: E402  # the first optimizer imports it: once here, not per rank
 
 torch.set_num_threads(1)
 

@@ -176,8 +176,7 @@ def test_files_have_fixed_short_names_and_go_with_their_run(mode):
             assert bool(os.listdir(folder)) == killed
 
 
-@pytest.mark.parametrize("mode", [Mode(1, "nvme", False), Mode(3, "nvme", True, "nvme")], ids=str)
-def test_thousands_of_parameters_need_no_more_files(mode):
+def test_thousands_of_parameters_need_no_more_files():
     """2000 of one element each in one group (case 17)."""
 
     def train(run):
@@ -188,24 +187,20 @@ def test_thousands_of_parameters_need_no_more_files(mode):
         torch.distributed.barrier()
         return torch.cat([*run.weights().values()]), names
 
-    expect(train, 2, (-1, {True}), modes=[mode])
+    expect(train, 2, (-1, {True}), modes=[Mode(3, "nvme", True, "nvme")])
 
 
-@pytest.mark.parametrize("calls", [1, 3])
-def test_a_small_gradient_reaches_the_optimizer_like_a_large_one(calls):
-    """Next to one of 300,000 elements, in every step, also where windows are summed (case 18)."""
+def test_a_small_gradient_reaches_the_optimizer_like_a_large_one():
+    """Next to one of 300,000 elements, in each window, summed up or not (case 18)."""
 
     def train(run):
         run.build(Dot(a=3, b=300_000), settings={"sub_group_size": 60_000})
-        steps = []
-        for _ in range(5):
+        for calls in (1, 4, 1, 2, 1):
             run.window(*({"a": 1 / calls, "b": 1 / calls} for _ in range(calls)))
-            steps.append(run.weights()["a"])
-        return tuple(steps), run.weights()
+        return run.weights()
 
-    wanted = (-1, -2, -3, -4, -5), {"a": -5, "b": -5}
     plain = [mode for mode in MODES if mode.offload == "none"]
-    expect(train, 2, wanted, rel=1e-6, modes=plain + NVME_SUMS)
+    expect(train, 2, {"a": -5, "b": -5}, modes=plain + NVME_SUMS)
 
 
 def test_adam_moves_small_and_large_alike_and_the_same_bits_wherever_its_state_is():

@@ -35,9 +35,8 @@ def test_all_ranks_skip_a_window_that_overflows_in_one_ranks_slice():
     ("optimizer", "options"),
     [(torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}), (torch.optim.Adam, {"lr": 0.1})],
 )
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_window_that_is_not_finite_changes_no_bit_of_weights_and_state(optimizer, options, bad):
-    """Afterwards all is as if it had never been, and nothing has grown (case 29)."""
+def test_a_window_that_is_not_finite_changes_no_bit_of_weights_and_state(optimizer, options):
+    """First or in between: all is as if it had never been, and nothing has grown (case 29)."""
 
     def train(run, windows):
         model = Dot(a=5, b=3)
@@ -51,14 +50,13 @@ def test_a_window_that_is_not_finite_changes_no_bit_of_weights_and_state(optimiz
         return run.weights(), state["master"], state["state"], zero.skipped_steps, sizes
 
     def both(run):
-        windows = [1.0, 1.0]
-        windows.insert(bad, NAN)
-        clean, dirty = train(run, [1.0, 1.0]), train(run, windows)
+        clean, dirty = train(run, [1.0, 1.0]), train(run, [NAN, 1.0, NAN, 1.0])
         steps = {name: state.get("step") for name, state in dirty[2].items()}
-        return same_bits(clean[:3], dirty[:3]), steps, dirty[3], clean[4][-1] == dirty[4][-1]
+        grown = len({str(size) for size in clean[4] + dirty[4]}) > 1
+        return same_bits(clean[:3], dirty[:3]), steps, dirty[3], grown
 
     step = 2.0 if optimizer is torch.optim.Adam else None
-    expect(both, 2, (True, {"a": step, "b": step}, 1, True), modes=SUMS)
+    expect(both, 2, (True, {"a": step, "b": step}, 2, False), modes=SUMS)
 
 
 def same_bits(a, b):

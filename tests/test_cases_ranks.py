@@ -228,7 +228,8 @@ def test_overlap_gives_the_same_bits_in_every_run():
             seen.add(agrees(run.weights(), off))
         return off, seen
 
-    expect(train, 2, (FORTY, {True}), modes=OVERLAPPING)
+    modes = [mode for mode in OVERLAPPING if mode.stage == 1 or not mode.managed]
+    expect(train, 2, (FORTY, {True}), modes=modes)
 
 
 class Raises(torch.autograd.Function):

@@ -1175,7 +1175,7 @@ def test_weights_made_whole_by_close_are_the_trained_ones(stage):
 # torch.compile
 
 
-# Where it breaks a graph Dynamo asks its new inputs for `.grad`; it hides the warning, but no error.
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_model_trains_as_the_eager_one_or_is_refused():
     def build():

@@ -149,7 +149,8 @@ def equalities(folder, problems):
                 device = got[0]["memory"]["device"]
                 say(
                     f"stage {stage} {kind:12} {str(dtype)[6:]:9} {got[0]['print']} "
-                    f"held {got[0]['held'] / MIB:7.1f} MiB formula {sum(device.values()) / MIB:7.1f} "
+                    f"held {got[0]['held'] / MIB:7.1f} MiB formula "
+                    f"{sum(device.values()) / MIB:7.1f} "
                     f"peak {got[0]['peak'] / MIB:7.1f}  {got[0]['seconds'] * 1e3:7.1f} ms/step"
                 )
             host = {k: v for k, v in prints.items() if k != "none"}
@@ -252,7 +253,8 @@ def launch():
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, 2):
             print(
-                f"--- {world} rank(s) on one {torch.cuda.get_device_name()}, torch {torch.__version__}"
+                f"--- {world} rank(s) on one {torch.cuda.get_device_name()}, "
+                f"torch {torch.__version__}"
             )
             command = [
                 sys.executable,
