@@ -179,19 +179,21 @@ def product(**choices):
     ]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_all_tiers_and_modes_give_the_bits_that_are_the_plain_numbers(
-    world, stage, optimizer, tmp_path
-):
+def test_all_tiers_and_modes_give_the_bits_that_are_the_plain_numbers(world, stage, tmp_path):
     def run(rank, **configuration):
-        return train(rank, stage, tmp_path, optimizer, reduce_bucket_size=120, **configuration)
+        return train(rank, stage, tmp_path, "adamw", reduce_bucket_size=120, **configuration)
 
-    configurations = product(home=HOMES, managed=MODES)
-    if optimizer == "sgd":  # the first is held against the plain process, and two may stand for all
-        configurations = [configurations[0], configurations[-1]]
-    assert_all_same(configurations, world, optimizer, run)
+    assert_all_same(product(home=HOMES, managed=MODES), world, "adamw", run)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_momentum_is_kept_as_well_as_the_moments_of_adam(stage, tmp_path):
+    def run(rank, **configuration):
+        return train(rank, stage, tmp_path, "sgd", reduce_bucket_size=120, **configuration)
+
+    assert_all_same(product(home=HOMES, managed=MODES), 2, "sgd", run)
 
 
 def test_where_stage_3_keeps_its_slices_changes_no_bit(tmp_path):
@@ -199,8 +201,8 @@ def test_where_stage_3_keeps_its_slices_changes_no_bit(tmp_path):
         return train(rank, 3, tmp_path, "adamw", reduce_bucket_size=120, **configuration)
 
     configurations = [{}, *product(weights=("cpu", "nvme"), home=HOMES)]
-    configurations += [{"weights": home, "home": home, "managed": False} for home in HOMES]
-    assert_all_same(configurations, 3, "adamw", run)
+    configurations += [{"weights": home, "home": home, "managed": False} for home in HOMES[1:]]
+    assert_all_same(configurations, 2, "adamw", run)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -217,7 +219,7 @@ def test_overlap_and_where_a_window_is_summed_change_no_bit(stage, tmp_path):
     assert_all_same(overlap + sums, 2, "adamw", run)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])  # the update is stage 2's too
 def test_cutting_the_update_into_groups_changes_no_bit(stage, tmp_path):
     def run(rank, **configuration):
         return train(rank, stage, tmp_path, "adamw", reduce_bucket_size=120, **configuration)
