@@ -483,7 +483,7 @@ class ZeroStage1(Sharded):
         self._check_counting()
         self._applied = False
         if self.managed and not self.is_gradient_accumulation_boundary():
-            self._micro_steps += 1
+            self._micro_steps += self._calls > 0  # an empty window stays empty
             return loss
         self._stepping = True
         try:

@@ -261,9 +261,12 @@ SUMS = {
 
 def test_windows_are_summed_in_fp32(stage, tmp_path):
     def work(rank, world):
+        found = places(stage, tmp_path).items()
         for (case, (dtype, calls, wanted)), (where, place) in itertools.product(
-            SUMS.items(), places(stage, tmp_path).items()
+            SUMS.items(), found
         ):
+            if case != "bf16, small after large" and where not in ("device", "cpu"):
+                continue  # one case looks at every place
             model = Dot(w=torch.zeros(5, dtype=dtype))
             zero = STAGES[stage](
                 model, torch.optim.SGD, managed_gradient_accumulation=False, **SGD1, **place
@@ -291,10 +294,10 @@ EXTREMES = {
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_mean_over_ranks_neither_overflows_nor_loses_the_smallest(stage, world, tmp_path):
     def work(rank, world):
-        found = places(stage, tmp_path) if world == 2 else {"device": {}}
-        for (name, (dtype, value)), (where, place) in itertools.product(
-            EXTREMES.items(), found.items()
-        ):
+        found = places(stage, tmp_path).items()
+        for (name, (dtype, value)), (where, place) in itertools.product(EXTREMES.items(), found):
+            if where != "device" and (world > 2 or dtype != torch.float16):
+                continue
             model = Dot(w=torch.zeros(5, dtype=dtype))
             zero = STAGES[stage](model, torch.optim.SGD, **SGD1, **place)
             zero.backward(model(w=torch.full((5,), value)))
@@ -588,12 +591,12 @@ def test_clipping_uses_the_unscaled_norm_of_its_own_window(stage):
 
 # Skipped windows
 
-# What is bad in a window of three calls over two ranks: (rank, call, value).
+# What is bad in a window of two calls over two ranks: (rank, call, value).
 BAD = {
-    "NaN everywhere": [(r, c, math.nan) for r in range(2) for c in range(3)],
+    "NaN everywhere": [(r, c, math.nan) for r in range(2) for c in range(2)],
     "inf once on rank 0": [(0, 0, math.inf)],
-    "inf once on rank 1": [(1, 2, math.inf)],
-    "NaN once on rank 1": [(1, 1, math.nan)],
+    "inf once on rank 1": [(1, 1, math.inf)],
+    "NaN once on rank 1": [(1, 0, math.nan)],
     "inf on rank 0, -inf on rank 1": [(0, 1, math.inf), (1, 1, -math.inf)],
 }
 
@@ -617,7 +620,7 @@ def test_a_skipped_window_touches_no_bit(stage, dtype, optimizer, tmp_path):
     options = {"AdamW": {"lr": 0.1}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
 
     def window(zero, model, rank, bad=()):
-        for call in range(3):
+        for call in range(2):
             x = {"p": torch.ones(5), "q": torch.ones(3)}
             for _, _, value in [b for b in bad if b[:2] == (rank, call)]:
                 x["q"][1] = value

@@ -143,8 +143,9 @@ def test_several_backward_calls_in_one_micro_step_add_up(everywhere):
     def body(make, rank):
         model = Dot()
         zero = make(model, lr=1.0, gradient_accumulation_steps=4)
-        for numbers in ([1], [2, 3], [4], [5, 6, 7]):  # each call carries a quarter
-            for number in numbers:
+        for done, numbers in enumerate(([1], [2, 3], [4], [5, 6, 7])):
+            assert zero.micro_steps == done
+            for number in numbers:  # each call carries a quarter
                 zero.backward(model(x(number)))
             zero.step()
         assert value(model, zero) == -7.0
