@@ -204,8 +204,8 @@ def test_a_host_buffer_is_as_large_as_asked_for(dtype, pin):
     """65 MiB and a bit, which a power of two would nearly double (case 13)."""
     lanes = offload.Lanes(torch.device("cpu"), pin)
     numel = 65 * 2**18 + 3
-    buffer = lanes.host(numel, dtype)
-    assert buffer.untyped_storage().nbytes() == numel * dtype.itemsize
+    held = lanes.host(numel, dtype).untyped_storage().nbytes()
+    assert held == numel * dtype.itemsize
 
 
 def test_host_memory_is_what_the_state_needs_and_pageable_memory_gives_the_same_numbers():

@@ -120,7 +120,9 @@ def plain(steps=4, windows=2):
 def equalities(folder, problems):
     """Every stage, offload and mode; collects broken promises in `problems`."""
     say = print if dist.get_rank() == 0 else lambda *_: None
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        scale = {"loss_scale": "dynamic", "initial_loss_scale": 256.0}
+        scale = scale if dtype == torch.float16 else {}
         for stage in STAGES:
             prints = {}
             for kind in (
@@ -132,7 +134,7 @@ def equalities(folder, problems):
                 "cpu+param",
                 "nvme+param",
             ):
-                if "param" in kind and stage < 3:
+                if "param" in kind and stage < 3 or scale and "device" in kind:
                     continue
                 where, _, how = kind.partition("-") if "-" in kind else kind.partition("+")
                 there = {"sub_group_size": 1_000_000, "nvme_path": folder}
@@ -140,7 +142,7 @@ def equalities(folder, problems):
                 offload = None if where == "none" else Offload(where, **there)
                 more = {"offload_param": Offload(where, nvme_path=folder)} if how == "param" else {}
                 got = [
-                    train(stage, managed, dtype, offload_optimizer=offload, **more)
+                    train(stage, managed, dtype, offload_optimizer=offload, **more, **scale)
                     for managed in (True, False)
                 ]
                 prints[kind] = got[0]["print"]
