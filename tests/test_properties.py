@@ -301,14 +301,14 @@ class Truth:
         second = BETA2 * v + (1 - BETA2) * gradient.square()
         self.near(state["exp_avg"], first, norm, f"{what}: exp_avg of {name}", m)
         self.near(state["exp_avg_sq"], second, norm**2, f"{what}: exp_avg_sq of {name}", v)
-        step = before.get("step", 0) + 1
+        step = float(before.get("step", 0)) + 1  # not in FP32: 1 - BETA2**step is small
         assert state["step"] == step, f"{what}: step of {name} is {state['step']}, wanted {step}"
         # From the engine's own moments: Adam makes a full step of a gradient that is only noise.
         first, second = (state[k].double() for k in ("exp_avg", "exp_avg_sq"))
         size = (second / (1 - BETA2**step)).sqrt() + ADAM_EPS
         decayed = old.double() * (1 - options["lr"] * options.get("weight_decay", 0.01))
-        wanted = decayed - options["lr"] * first / (1 - BETA1**step) / size
-        self.near(new, wanted, 0, f"{what}: {name}", old)
+        moved = options["lr"] * first / (1 - BETA1**step) / size
+        self.near(new, decayed - moved, 0, f"{what}: {name}", old, moved)
 
     def near(self, found, wanted, scale, what, *terms):
         """1e-6 of the gradient, and a few roundings of the numbers that were added."""
