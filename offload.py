@@ -137,8 +137,8 @@ def probe(optimizer_class, options, device):
         ) from error
     if not torch.allclose(whole, torch.cat(pieces), rtol=1e-5, atol=1e-6):
         raise ValueError(
-            f"{name} is not elementwise: a parameter updated in two slices differs from one"
-            " updated whole, so ZeRO cannot shard it; use an one such as torch.optim.AdamW"
+            f"{name} is not elementwise: a parameter updated in two slices differs from "
+            "one updated whole, so ZeRO cannot shard it; use another, such as torch.optim.AdamW"
         )
     return {k: torch.is_tensor(v) and v.shape == shape for k, v in state.items()}
 
