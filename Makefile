@@ -69,6 +69,16 @@ test: $(VENV)/.dev ## run the whole test suite
 notebooks: $(VENV)/.dev ## run the course, each notebook top to bottom, and keep the outputs
 	@$(RUN) notebooks/build.py
 
+# DeepSpeed compiles parts of itself; without a compiler its rows of the table are left out.
+$(VENV)/.deepspeed: requirements-deepspeed.txt $(VENV)/.dev
+	@$(PIP) setuptools wheel && $(PIP) --no-build-isolation -r requirements-deepspeed.txt || \
+		echo "DeepSpeed cannot be installed here."
+	@touch $@
+
+.PHONY: bench
+bench: $(VENV)/.deepspeed ## time and memory beside DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed
+	@$(RUN) tests/benchmarks/bench.py $(BENCH)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## check style and formatting, change nothing
 	@$(RUN) -m ruff check --quiet .
