@@ -119,6 +119,7 @@ def probe(optimizer_class, options, device):
     Raises ValueError if it does not.
     """
     options = {**options, "lr": 0.1}
+    device = "cpu" if device.type == "meta" else device  # whose tensors have no values to compare
     draw = torch.Generator().manual_seed(0)
     weight, *grads = (torch.randn(4, 3, generator=draw).to(device) for _ in range(4))
 
@@ -346,7 +347,7 @@ class Tier:
     def __init__(self, settings, device, optimizer_class, outer, accum_dtype, traffic):
         self.settings, self.optimizer_class = settings, optimizer_class
         self.name = {None: "device", "cpu": "host", "nvme": "nvme"}[settings and settings.device]
-        self.device = device if settings is None else torch.device("cpu")
+        self.device = device if settings is None else host_of(device)
         self.sums_on_host = settings is not None and settings.accumulate_on == "host"
         self.outer = outer  # the param groups that the user and the schedulers see
         # Elementwise state, such as ["exp_avg", "exp_avg_sq"]; groups may ask for different ones.
@@ -396,6 +397,8 @@ class Tier:
         Padding and idle parameters are zeros in it. DeepSpeed: `get_grad_norm_direct`.
         """
         self.settle()
+        if self.device.type == "meta":
+            return 0.0  # sizes without values
         parts = [p for p in self.partitions if p.sum is not None]
         norms = torch.stack([p.norm() for p in parts]).tolist() if parts else []
         for i, part in enumerate(parts):
@@ -490,10 +493,9 @@ class Tier:
                 (part.pinned, "host"),
             ):
                 if torch.is_tensor(tensor):
-                    storage = tensor.untyped_storage()
-                    seen.setdefault(storage.data_ptr(), (tier, storage.nbytes()))
-        for tier, nbytes in seen.values():
-            held[tier]["grads"] += nbytes
+                    seen.setdefault(tensor.untyped_storage(), tier)
+        for storage, tier in seen.items():
+            held[tier]["grads"] += storage.nbytes()
         self._count_state(held)
         return held
 
@@ -758,6 +760,11 @@ class Weights:
 # ---- copies between device and host --------------------------------------------------------------
 
 
+def host_of(device):
+    """The device of host memory: for a model on the meta device, sizes without values, meta too."""
+    return device if device.type == "meta" else torch.device("cpu")
+
+
 class Lanes:
     """Copies between a GPU and the host, on a stream of their own. Without a GPU: never used.
 
@@ -766,6 +773,7 @@ class Lanes:
     """
 
     def __init__(self, device, pin):
+        self.home = host_of(device)
         self.pin = pin and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.arriving = deque()  # (event, landing buffer, target, whether to add) going down
@@ -778,7 +786,7 @@ class Lanes:
         torch rounds page-locked blocks up to a power of two, up to twice what was asked for, so
         the memory is allocated plainly and registered with the driver as it is.
         """
-        tensor = torch.empty(numel, dtype=dtype)
+        tensor = torch.empty(numel, dtype=dtype, device=self.home)
         if self.pin and numel:
             cudart, address = torch.cuda.cudart(), tensor.data_ptr()
             torch.cuda.check_error(int(cudart.cudaHostRegister(address, tensor.nbytes, 0)))

@@ -428,7 +428,7 @@ class ZeroStage3(Sharded):
         return torch.autograd.graph.saved_tensors_hooks(*self._packing)
 
     def _pack(self, tensor):
-        bucket = self._storages.get(tensor.untyped_storage().data_ptr())
+        bucket = self._storages.get(tensor.untyped_storage())
         if bucket is None:
             return tensor
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -530,7 +530,7 @@ class ZeroStage3(Sharded):
             return
         unit.whole = True
         for bucket in unit.buckets:
-            self._storages[bucket.flat.untyped_storage().data_ptr()] = bucket
+            self._storages[bucket.flat.untyped_storage()] = bucket
             for param in bucket.params:
                 param.__class__ = Parameter
         edited = self._edited(unit)
@@ -546,7 +546,7 @@ class ZeroStage3(Sharded):
         edited = self._edited(unit) if unit.whole else []
         for bucket in unit.buckets:
             if bucket.flat is not None:
-                self._storages.pop(bucket.flat.untyped_storage().data_ptr(), None)
+                self._storages.pop(bucket.flat.untyped_storage(), None)
             nan = torch.full((), math.nan, dtype=bucket.params[0].dtype, device=self.device)
             for param in bucket.params:
                 if type(param) is not Released:

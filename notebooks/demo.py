@@ -36,16 +36,16 @@ ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 class Transformer(nn.Module):
     """Predicts the next byte of a text: 0.9 million parameters, 0.8 of them in four blocks."""
 
-    def __init__(self, width=128, heads=4, layers=4, length=64):
+    def __init__(self, width=128, heads=4, layers=4, length=64, symbols=256):
         super().__init__()
-        self.byte, self.place = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.byte, self.place = nn.Embedding(symbols, width), nn.Embedding(length, width)
         # No biases: softmax ignores that of the keys, so its gradient is nothing but rounding error
         # and Adam makes full steps of it; two ways of adding up would soon be far apart.
         shape = {"d_model": width, "nhead": heads, "dim_feedforward": 4 * width, "dropout": 0.0}
         kind = {"activation": "gelu", "batch_first": True, "norm_first": True, "bias": False}
         blocks = (nn.TransformerEncoderLayer(**shape, **kind) for _ in range(layers))
         self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
+        self.head = nn.Linear(width, symbols, bias=False)
 
     def forward(self, x, y):  # both (rows, length); gives the mean loss
         h = self.byte(x) + self.place(torch.arange(x.shape[1], device=x.device))

@@ -106,7 +106,7 @@ def trial(name, answer):
 
     ex = EXERCISES[name]
     wanted = ex.scenario()
-    module = importlib.import_module(ex.file.removesuffix(".py"))
+    module = importlib.import_module(ex.file.removesuffix(".py").replace("/", "."))
     *owner, function = ex.function.split(".")
     made = {}
     try:
@@ -434,3 +434,57 @@ def _boundary():
         zero.step()
         facts["weights"] = [p.detach().clone() for p in model.parameters()]
     return facts
+
+
+# ---- 09_scale ------------------------------------------------------------------------------------
+
+
+def _elements_wrong(wanted, got, rank):
+    if got == 10:
+        return "Four equal slices need a multiple of four elements: the bucket has to be padded."
+    if got is not None and got < 10:
+        return "The parameters do not fit: round the slice up, not down."
+    return "Pad to the next multiple of N, and no further."
+
+
+@add(
+    "layout",
+    notebook="09_scale",
+    file="stage1.py",
+    function="Bucket.__init__",
+    first="shard = max(",
+    last="self.mine = ",
+    why="`-(-a // b)` is a / b rounded up. At least one element each, so that all ranks take part "
+    "in every collective, even for a bucket of nothing but empty parameters. All slices have one "
+    "size, as reduce-scatter and all-gather want it, so the last ranks may own padding only.",
+    praise="Every element has one owner, all slices have one size, and the padding is the least.",
+    explain={
+        "set": "Set self.numel and self.mine.",
+        "10 elements, 4 ranks": _elements_wrong,
+        "12 elements, 4 ranks": "12 elements divide by 4: no padding is needed.",
+        "slices of 4 ranks": "Rank r owns `shard` elements, from r times `shard` on.",
+        "3 elements, 1,024 ranks": "Every rank owns one element, most of them padding.",
+        "no elements, 4 ranks": "A slice has at least one element, or ranks would have nothing to "
+        "send in a collective.",
+    },
+)
+def _layout():
+    from types import SimpleNamespace
+
+    import stage1
+
+    def bucket(elements, world, rank=0):
+        param = torch.nn.Parameter(torch.zeros(elements))
+        return stage1.Bucket(["w"], [param], SimpleNamespace(world=world, rank=rank))
+
+    facts = {"set": [hasattr(bucket(10, 4), name) for name in ("numel", "mine")]}
+    if not all(facts["set"]):
+        return facts
+    mine = [bucket(10, 4, rank).mine for rank in range(4)]
+    return facts | {
+        "10 elements, 4 ranks": bucket(10, 4).numel,
+        "12 elements, 4 ranks": bucket(12, 4).numel,
+        "slices of 4 ranks": [(s.start, s.stop) for s in mine],
+        "3 elements, 1,024 ranks": bucket(3, 1024).numel,
+        "no elements, 4 ranks": bucket(0, 4).numel,
+    }

@@ -36,6 +36,11 @@ WRONG = [
     ("boundary", r"if yes", "", "no rank saw"),
     ("boundary", r"votes\[:, 0\]\.sum\(\)", "votes[self.ranks.rank, 0]", "the same on all ranks"),
     ("boundary", r"/ self\.loss_scale", "", "divide by the loss scale"),
+    ("layout", r"-\(-(\S+) // ranks\.world\)", r"\1 // ranks.world", "round the slice up"),
+    ("layout", r"-\(-(\S+) // ranks\.world\)", r"\1 // ranks.world + 1", "12 elements divide"),
+    ("layout", r"= shard \* ranks\.world", "= self.offsets[-1]", "has to be padded"),
+    ("layout", r"max\(1,", "max(0,", "at least one element"),
+    ("layout", r"slice\(ranks\.rank \* shard,", "slice(ranks.rank,", "from r times"),
 ]
 
 
