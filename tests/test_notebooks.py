@@ -36,6 +36,12 @@ WRONG = [
     ("boundary", r"if yes", "", "no rank saw"),
     ("boundary", r"votes\[:, 0\]\.sum\(\)", "votes[self.ranks.rank, 0]", "the same on all ranks"),
     ("boundary", r"/ self\.loss_scale", "", "divide by the loss scale"),
+    ("update", r"group\.step\(.*\)", "pass", "call group.step"),
+    ("update", r"gradient\.mul_\(coefficient\)", "gradient", "not multiplied with"),
+    ("update", r"mul_\(coefficient\)", "mul_(2 * coefficient)", "something else than lr"),
+    ("update", r"self\._publish\(.*\)", "pass", "once per group"),
+    ("update", r"(group\.step\(.*\))(\s+)(self\._publish\(.*\))", r"\3\2\1", "publish after it"),
+    ("update", r", later=self\.may_fail", "", "Pass later=self.may_fail"),
 ]
 
 
