@@ -1,4 +1,4 @@
-"""What the notebooks share: live ranks, tables, timelines, a modelled link and disk, checks.
+"""What the notebooks share: live ranks, tables, timelines, a modelled link, bus and disk, checks.
 
     import course
 
@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import difflib
 import html
+import itertools
 import json
 import logging
 import os
@@ -340,15 +341,16 @@ class Log:
 
 
 @contextlib.contextmanager
-def record(link=None, disk=None):
+def record(link=None, disk=None, bus=None):
     """On a rank: log what runs inside. Profiler ranges `zero/...` give the kinds of the same name
     without "zero/", as do "forward", "backward" and "step" where the notebook names them
-    with `course.span`. Collectives give "link: reduce_scatter" and "link: all_gather", transfers of
-    files "disk: read" and "disk: write": from the call until the bytes are there.
+    with `course.span`. PyTorch's own range around an optimizer's step gives "optimizer".
+    Collectives give "link: reduce_scatter" and "link: all_gather", transfers of files "disk: read"
+    and "disk: write": from the call until the bytes are there.
 
     link, disk: bytes per second of a modelled link and disk: a transfer takes at least its bytes
     over that, one transfer at a time, beside the computation. Every rank has its own. None: as
-    fast as the machine is.
+    fast as the machine is. bus: the same between a device and the host, see `Bus`; None: none.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -363,6 +365,8 @@ def record(link=None, disk=None):
         (nvme.File, "read"): _transfer(wires["disk"], "read"),
         (nvme.File, "write"): _transfer(wires["disk"], "write"),
     }
+    if bus:
+        old |= Bus(log, bus).wraps(offload)
     with contextlib.ExitStack() as stack:
         for (owner, name), wrap in old.items():
             stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
@@ -370,12 +374,22 @@ def record(link=None, disk=None):
         log.began = time.time()
         yield log
         log.ended = time.time()
-    for event in profiler.profiler.kineto_results.events():
-        kind = event.name().removeprefix("zero/")
-        if kind != event.name() or kind in ("forward", "backward", "step"):
+    events = profiler.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        kind = _kind(event.name())
+        if kind:
             began = event.start_ns() / 1e9
             log.spans.append(Span(kind, began, began + event.duration_ns() / 1e9))
-    log.spans.sort(key=lambda span: span.start)
+    inner = {b for a, b in itertools.pairwise(s for s in log.spans if s.kind == "optimizer")
+             if b.end <= a.end}  # fmt: skip
+    log.spans = sorted((s for s in log.spans if s not in inner), key=lambda span: span.start)
+
+
+def _kind(name):
+    if name.startswith("Optimizer.step#"):  # ours is an optimizer too: its own step is no update
+        return None if "#ZeroStage" in name else "optimizer"
+    kind = name.removeprefix("zero/")
+    return kind if kind != name or kind in ("forward", "backward", "step") else None
 
 
 def span(kind):
@@ -389,12 +403,12 @@ class Wire:
     def __init__(self, log, name, rate):
         self.log, self.name, self.rate, self.free = log, name, rate, 0.0
 
-    def book(self, what, nbytes):
+    def book(self, what, nbytes, slower=1):
         """Book a transfer now; returns what to call when it has to have ended."""
         began = time.time()
         if self.rate:
             began = max(began, self.free)
-            self.free = began + nbytes / self.rate
+            self.free = began + slower * nbytes / self.rate
         arrives = self.free
 
         def ended():
@@ -452,6 +466,89 @@ class _Slow:
         ended()
 
 
+class Bus:
+    """A modelled bus between a device and the host, `rate` bytes a second each way, for ranks that
+    have no GPU: there "device" and "host" are one memory, and a copy moves nothing. The copies
+    that `offload.py` would then ask a GPU for take time here, and whoever would wait for their
+    events waits. "copy: down" are gradients on their way to the host, "copy: up" new weights.
+
+    Page-locked memory: the copy runs beside the computation. Pageable, `pin_memory=False`: it takes
+    SLOWER times as long, and whoever asks for it waits, as with a GPU.
+    """
+
+    SLOWER = 4  # on one H200: page-locked 55 GB/s each way, pageable 8 to 14
+
+    def __init__(self, log, rate):
+        self.ways = {way: Wire(log, "copy", rate) for way in ("down", "up")}
+        self.under_way = []  # (target, what waits)
+
+    def copy(self, way, nbytes, pinned=True, target=None, now=False):
+        """Start a copy; `now`: in the stream of the computation, which waits for it."""
+        ended = self.ways[way].book(way, nbytes, 1 if pinned else self.SLOWER)
+        if now or not pinned:
+            ended()
+        else:
+            self.under_way.append((target, ended))
+
+    def wait(self, whom=lambda target: True):
+        """Wait for the copies to the targets `whom`."""
+        due = [ended for target, ended in self.under_way if whom(target)]
+        self.under_way = [(target, e) for target, e in self.under_way if not whom(target)]
+        for ended in due:
+            ended()
+
+    def wraps(self, offload):
+        """{(class, method): wrapper} of what starts a copy and what waits for one."""
+
+        def add(part, reduced, call):
+            call(part, reduced)
+            if part.tier.sums_on_host:
+                self.copy("down", part.sum.nbytes, part.tier.settings.pin_memory, part.sum)
+
+        def land(tier, part, call):
+            call(tier, part)
+            self.copy("down", part.landed.nbytes, tier.settings.pin_memory, part.landed)
+
+        def publish(tier, *args, call, **options):
+            before = tier.traffic["host_to_device"]
+            call(tier, *args, **options)
+            if moved := tier.traffic["host_to_device"] - before:
+                self.copy("up", moved, tier.settings.pin_memory)
+
+        def read(shard, out, call):
+            call(shard, out)
+            if shard.tier == "host":
+                self.copy("up", out.nbytes, now=True)
+
+        def wait_for(lanes, target, call):
+            call(lanes, target)
+            self.wait(lambda other: other is target)
+
+        def settle(lanes, call):
+            call(lanes)
+            self.wait()
+
+        places = {
+            (offload.Partition, "add"): add,
+            (offload.Tier, "_land"): land,
+            (offload.Tier, "_publish"): publish,
+            (offload.Shard, "read"): read,
+            (offload.Lanes, "wait_for"): wait_for,
+            (offload.Lanes, "settle"): settle,
+        }
+        return {place: _around(method) for place, method in places.items()}
+
+
+def _around(method):
+    def wrap(call):
+        def wrapped(*args, **options):
+            return method(*args, call=call, **options)
+
+        return wrapped
+
+    return wrap
+
+
 @contextlib.contextmanager
 def replaced(owner, name, value):
     """An attribute of a class or module, replaced for a while."""
@@ -504,6 +601,9 @@ LOOK = {
     "boundary": ("#7a7a7a", ""),
     "step": ("#f1f1f1", ""),
     "update": ("#222222", ""),
+    "copy: down": ("#f7ddb0", "..."),
+    "optimizer": ("#9a9a9a", ""),
+    "copy: up": ("#b9d7a8", "---"),
     "disk: read": ("#dddddd", "..."),
     "disk: write": ("#aaaaaa", "xxx"),
 }
@@ -565,12 +665,23 @@ def draw(logs, kinds=None, title="", ax=None, until=None):
         plt.show()
 
 
-def bars(groups, parts, values, unit="bytes per parameter", title="", label="{:.3g}"):
+def bars(
+    groups,
+    parts,
+    values,
+    unit="bytes per parameter",
+    title="",
+    label="{:.3g}",
+    ax=None,
+    legend=True,
+):
     """Stacked bars. groups: names below the bars; parts: names in the legend, from the bottom;
-    values[group][part]."""
+    values[group][part]. ax: where to draw; default: a figure of its own, which is shown."""
     import matplotlib.pyplot as plt
 
-    _, ax = figure(7.5, 3.4)
+    own = ax is None
+    if own:
+        _, ax = figure(7.5, 3.4)
     base = [0.0] * len(groups)
     for i, part in enumerate(parts):
         heights = [values[g][p] for g, p in ((g, i) for g in range(len(groups)))]
@@ -584,8 +695,10 @@ def bars(groups, parts, values, unit="bytes per parameter", title="", label="{:.
     ax.set_ylim(0, max(base) * 1.12)
     ax.set_title(title, loc="left")
     handles, names = ax.get_legend_handles_labels()
-    ax.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
-    plt.show()
+    if legend:
+        ax.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if own:
+        plt.show()
 
 
 def save_trace(logs, path):

@@ -436,6 +436,83 @@ def _boundary():
     return facts
 
 
+# ---- 05_offload ----------------------------------------------------------------------------------
+
+
+def _masters_wrong(wanted, got, rank):
+    if not any(m.any() for m in got):
+        return "The masters have not moved: call group.step(gradient, active, self.options)."
+    if all(torch.allclose(g, 8 * w, rtol=1e-4) for w, g in zip(wanted, got, strict=True)):
+        return "The gradient was not multiplied with `coefficient`, which takes the loss scale out."
+    return "The masters moved by something else than lr times the gradient."
+
+
+def _weights_wrong(wanted, got, rank):
+    if not any(w.any() for w in got):
+        return "The device got the masters of before the step: publish after it."
+    return "The weights on the device are not the masters."
+
+
+@add(
+    "update",
+    notebook="05_offload",
+    file="offload.py",
+    function="Tier.update",
+    first="gradient = group.partition.gradient",
+    last="self._publish(group",
+    why="`gradient` waits for this group's copy alone: the later ones may still be on their way. "
+    "The loss scale and clipping are one factor, and 1.0 costs nothing. `step` moves FP32 masters "
+    "where they live. `_publish` rounds them into the slice of the weights and only starts the "
+    "copy up: the next group is updated meanwhile. With `later` the device's weights stay as they "
+    "were until every rank's disk has answered.",
+    praise="Updated where the state lives, and the weights are on their way up.",
+    explain={
+        "the masters moved by": _masters_wrong,
+        "bytes up": "New masters have to reach the device once per group: self._publish(group, "
+        "...) starts that copy.",
+        "the weights moved by": _weights_wrong,
+        "kept back until no disk can fail": "Pass later=self.may_fail to _publish: with NVMe, the "
+        "weights may only change when all ranks know that no write has failed.",
+    },
+)
+def _update():
+    import tempfile
+
+    from course import replaced
+
+    import offload
+    import stage2
+
+    def step(settings):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        options = {"managed_gradient_accumulation": False, "loss_scale": 8.0, "lr": 1.0}
+        options |= {"reduce_bucket_size": 8, "offload_optimizer": settings}
+        with stage2.ZeroStage2(model, torch.optim.SGD, **options) as zero:
+            weights = [p.detach().clone() for p in model.parameters()]
+            read = [part.read()[offload.MASTER] for part in zero.tier.partitions]
+            zero.backward(model(torch.ones(2, 4)).square().mean())
+            zero.traffic.clear()
+            zero.step()
+            now = [part.read()[offload.MASTER] for part in zero.tier.partitions]
+            pairs = zip(model.parameters(), weights, strict=True)
+            return {
+                "the masters moved by": [b - a for a, b in zip(read, now, strict=True)],
+                "bytes up": zero.traffic["host_to_device"],
+                "the weights moved by": [(p - w).detach() for p, w in pairs],
+            }
+
+    facts, kept_back = step(offload.Offload("cpu")), []
+
+    def write(shard, start, values, lanes=None, later=False, call=offload.Shard.write):
+        kept_back.append(later)
+        return call(shard, start, values, lanes, later)
+
+    with tempfile.TemporaryDirectory() as folder, replaced(offload.Shard, "write", write):
+        step(offload.Offload("nvme", folder))
+    return facts | {"kept back until no disk can fail": kept_back}
+
+
 # ---- 09_scale ------------------------------------------------------------------------------------
 
 
