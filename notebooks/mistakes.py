@@ -48,6 +48,11 @@ class Mistake:
     praise: str = ""  # what the mended code does
 
     @property
+    def short(self):
+        """The name of its check."""
+        return self.check.__name__.strip("_")
+
+    @property
     def file(self):
         """The file that the notebook shows."""
         return "stage2.py" if "stage2.py" in self.files else self.files[0]
@@ -146,7 +151,9 @@ def _zero(model, optimizer=torch.optim.SGD, lr=1.0, **options):
 
 
 def _values(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    """{name: its value}, one number where all elements have the same."""
+    values = {n: [round(v, 5) for v in p.tolist()] for n, p in model.named_parameters()}
+    return {name: v[0] if v.count(v[0]) == len(v) else v for name, v in values.items()}
 
 
 @mistake(
@@ -156,9 +163,7 @@ def _values(model):
     ("1 / self.ranks.world", "1"),
     harm="Gradients are summed over the ranks instead of averaged: the step grows with N.",
     test="tests/test_cases_ranks.py::test_every_rank_starts_from_the_first_ones_values",
-    explain={
-        "weights": "That is the sum over the ranks: with N ranks the step is N times as long."
-    },
+    explain={"weights": "The mean of 1 and 3 is 2; their sum would grow with the number of ranks."},
     praise="The mean over ranks, whatever N is.",
 )
 def _mean():
@@ -176,8 +181,8 @@ def _mean():
     harm="Every rank clips by the norm of its own slice: too little, and the gradient turns.",
     test="tests/test_cases_ranks.py::test_the_norm_is_that_of_the_whole_gradient",
     explain={
-        "norm": "The norm of one rank's slice. Squares of slices have to be summed over the ranks.",
-        "weights": "The gradient (3, 4) has the norm 5: clipped to 1 it is (0.6, 0.8).",
+        "norm": "(3, 4) has the norm 5, on both ranks: squares of slices are summed over ranks.",
+        "weights": "(3, 4) clipped to the norm 1 is (0.6, 0.8).",
     },
     praise="One norm for all ranks: clipping shortens the gradient and does not turn it.",
 )
@@ -197,7 +202,7 @@ def _clip():
     "wrong at random, and one NaN there skips the step.",
     test="tests/test_cases_ranks.py::test_padding_stays_zero",
     explain={
-        "norm": "Three numbers over two ranks leave one of padding, and nobody has written to it.",
+        "norm": "(2, 1, 2) has the norm 3: the place of padding after them must count as zero.",
         "step applied": "The norm is not finite, so the step was skipped.",
     },
     praise="Padding is zero, so it is nothing to the norm.",
@@ -223,7 +228,10 @@ def _padding():
     harm="The optimizer steps once for each parameter: the first ones move several times a window, "
     "and Adam's step counts run ahead.",
     test="tests/test_window.py::test_an_idle_head_counts_no_step",
-    explain={"steps": "After two windows each parameter has two steps, however many there are."},
+    explain={
+        "steps": "After two windows each parameter has two steps, however many there are.",
+        "weights": "If the gradient stays the same, Adam moves by the learning rate, 0.1 a step.",
+    },
     praise="One step of the optimizer for all parameters of the group.",
 )
 def _count():
@@ -243,7 +251,7 @@ def _count():
     harm="Each backward's slice replaces the sum: only the last micro-batch of a window trains.",
     test="tests/test_cases_accumulation.py::"
     "test_the_step_gets_the_sum_of_all_backward_calls_not_the_last_one",
-    explain={"weights": "1 + 2 + 3 = 6, but only the last backward counted."},
+    explain={"weights": "1 + 2 + 3 = 6: every backward is added to the window's sum, once."},
     praise="The window's gradient is the sum over its backwards.",
 )
 def _window():
@@ -264,8 +272,8 @@ def _window():
     test="tests/test_cases_accumulation.py::"
     "test_a_reduced_gradient_is_not_reduced_again_and_leaves_nothing_behind",
     explain={
-        "p.grad after a backward": "What has been moved to the bucket is still in p.grad, in full.",
-        "weights": "1 + 2 = 3, but the first backward was reduced again with the second.",
+        "p.grad after a backward": "What has moved to the bucket must not stay in p.grad.",
+        "weights": "1 + 2 = 3: what has been reduced once must not come again.",
     },
     praise="p.grad is empty when its content has moved on.",
 )
@@ -289,8 +297,8 @@ def _once():
     "gradient of an earlier one.",
     test="tests/test_cases_offload.py::test_gradients_of_an_earlier_window_never_come_back",
     explain={
-        "value head": "It was idle in the second window, and moved by the first one's gradient.",
-        "policy head": "It moved by the first window's gradient once more.",
+        "value head": "Idle in the second window, it has to stay where the first one left it.",
+        "policy head": "It has to move by 1 in each window: nothing of the first comes again.",
     },
     praise="A new window starts from nothing, and who is idle in it stays where it is.",
 )  # fmt: skip
@@ -312,7 +320,7 @@ def _idle():
     harm="A read does not wait for a write of the same place: on a slow disk the update reads the "
     "state of the step before.",
     test="tests/test_nvme.py::test_a_read_waits_for_the_write_of_its_place_and_others_pass",
-    explain={"what was read": "The old bytes: the write of this place was still under way."},
+    explain={"what was read": "The read came after the write, so it has to bring the new bytes."},
     praise="A read waits for the writes of its place, and for no others.",
 )
 def _disk():
@@ -345,10 +353,15 @@ def _disk():
     harm="A rank that did not use an expert leaves out its all-gather, and the others wait for it "
     "until the group's time limit.",
     test="tests/test_disagree.py::test_a_branch_may_run_on_one_rank_only",
-    explain={"weights": "The ranks have different weights now: not all took part in the gather."},
+    explain={
+        "weights": "Both ranks need the new weights of both: `shared` moves by 1 a step, the "
+        "expert, which half of the ranks use, by 0.5.",
+        "error": "A rank waited for another one until the group's time limit: they do not call the "
+        "same collectives.",
+    },
     praise="All ranks gather what any of them used: nobody waits, and all weights are equal.",
 )
-def _skip():
+def _experts():
     with _zero(model := Dot(shared=4, expert=4), reduce_bucket_size=4) as zero:
         mine = {"expert": 1.0} if zero.ranks.rank == 0 else {}  # rank 1 does not need it
         for _ in range(2):
@@ -367,8 +380,8 @@ def _skip():
     test="tests/test_window.py::"
     "test_a_manual_boundary_rules_until_the_window_closes_and_then_the_counter",
     explain={
-        "steps applied": "The flag was for the first window. After it the counter rules again, and "
-        "a window has two micro-steps.",
+        "steps applied": "The flag was for the first window. After it the counter rules again: two "
+        "micro-steps a window.",
     },
     praise="The flag ends with its window.",
 )  # fmt: skip

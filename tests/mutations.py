@@ -4,6 +4,7 @@
     python tests/mutations.py --first        with only those test files that should see it first
     python tests/mutations.py --list         what would be planted
     python tests/mutations.py -k give        only those whose name has "give" in it
+    python tests/mutations.py --part 2/8     only every eighth, from the second on
     python tests/mutations.py --mistakes     only the ten of notebooks/mistakes.py, each against
                                              the one test that is named there; nothing is copied
 
@@ -375,41 +376,46 @@ def side_by_side(jobs, limit):
             time.sleep(0.05)
 
 
-def against_the_suite(faults, first_only):
-    """Print a line for each fault; returns the names of survivors. First the suite as it is: where
-    that fails nothing is proven."""
+def in_a_copy(name, texts, tests, folder):
+    """A job that runs tests in a copy of the project with faulty texts."""
+
+    def start(log):
+        copy = Path(tempfile.mkdtemp(dir=folder)) / "copy"
+        copy_of_project(copy, texts)
+        return forked(tests, copy, log)
+
+    return name, start
+
+
+def passes_without_a_fault(first_only):
+    """Whether the suite passes as it is: where it fails nothing is proven by a failure."""
+    tests = order("shared", False)
+    if first_only:
+        tests = sorted({file for where in SEES_FIRST for file in order(where, True)})
+    good = True
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        jobs, by_name = [], {}
-
-        def add(name, texts, files):
-            def start(log):
-                copy = Path(folder) / f"copy{len(by_name)}-{abs(hash(name))}"
-                copy_of_project(copy, texts)
-                return forked(files, copy, log)
-
-            jobs.append((name, start))
-
-        tests = order("shared", False)
-        if first_only:
-            tests = sorted({file for where in SEES_FIRST for file in order(where, True)})
-        for half in (0, 1):
-            add(f"no fault, half {half + 1} of the suite", {}, tests[half::2])
+        halves = [("one", tests[::2]), ("the other", tests[1::2])]
+        jobs = [in_a_copy(f"{which} half", {}, half, folder) for which, half in halves]
         for name, status, log, seconds in side_by_side(jobs, LIMIT):
-            print(f"{seconds:6.1f} s  {name}: {'passes' if status == 0 else said(log)}", flush=True)
-            if status != 0:
-                sys.exit("the suite fails without a fault in it: mend that first")
-        jobs.clear()
-        for fault in faults:
-            by_name[fault.name] = fault
-            add(fault.name, fault.texts, order(fault.where, first_only))
-        survivors, limit = [], LIMIT / 3 if first_only else LIMIT
-        for name, status, log, seconds in side_by_side(jobs, limit):
-            by = "a hang" if status == "hang" else " ".join(said(log)[:1]) or said(log)[1]
+            print(f"{seconds:6.1f} s  no fault, {name} of the suite: {' '.join(said(log))}")
+            good = good and status == 0
+    return good
+
+
+def against_the_suite(faults, first_only):
+    """Print a line for each fault; returns the names of survivors."""
+    faults, survivors = {fault.name: fault for fault in faults}, []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        jobs = [
+            in_a_copy(f.name, f.texts, order(f.where, first_only), folder) for f in faults.values()
+        ]
+        for name, status, log, seconds in side_by_side(jobs, LIMIT / 3 if first_only else LIMIT):
+            failed, words = ("a hang", "") if status == "hang" else said(log)
             if status == 0:
                 survivors.append(name)
-            caught = f"caught by {by}" if status else f"SURVIVES: {by_name[name].what}"
+            caught = f"caught by {failed or words}" if status else f"SURVIVES {faults[name].what}"
             print(f"{seconds:6.1f} s  {name}: {caught}", flush=True)
-        return survivors
+    return survivors
 
 
 def against_their_tests():
@@ -428,22 +434,29 @@ def main():
     parser.add_argument("--first", action="store_true", help="only the files that should see it")
     parser.add_argument("--list", action="store_true", help="run nothing")
     parser.add_argument("-k", default="", help="only faults with this in their name")
+    parser.add_argument("--part", default="1/1", help="I/N: only every N-th, from the I-th on")
     parser.add_argument("--mistakes", action="store_true", help="the ten, and one test for each")
     options = parser.parse_args()
     if options.mistakes:
         for line in against_their_tests():
             print(json.dumps(line), flush=True)
         return 0
-    began, drawn = time.monotonic(), [*the_ten(), *mechanical()]
-    drawn = [fault for fault in drawn if options.k in fault.name]
+    part, parts = map(int, options.part.split("/"))
+    drawn = [f for f in (*the_ten(), *mechanical()) if options.k in f.name][part - 1 :: parts]
     faults = [fault for fault in drawn if fault.name not in EQUIVALENT]
     for fault in drawn if options.list else ():
         print(f"{fault.name}: {fault.what}")
     if options.list:
         return 0
+    began = time.monotonic()
+    whole = parts == 1 and not options.k
+    if whole and not passes_without_a_fault(options.first):
+        print("the suite fails without a fault in it: mend that first")
+        return 1
     survivors = against_the_suite(faults, options.first)
-    for name in {fault.name for fault in drawn} & set(EQUIVALENT):
-        print(f"no fault: {name}: {EQUIVALENT[name]}")
+    for fault in drawn:
+        if fault.name in EQUIVALENT:
+            print(f"no fault: {fault.name}: {EQUIVALENT[fault.name]}")
     print(
         f"{len(faults)} planted, {len(faults) - len(survivors)} caught, {len(survivors)} survived, "
         f"{len(drawn) - len(faults)} equivalent; {time.monotonic() - began:.0f} seconds"

@@ -36,6 +36,21 @@ WRONG = [
     ("boundary", r"if yes", "", "no rank saw"),
     ("boundary", r"votes\[:, 0\]\.sum\(\)", "votes[self.ranks.rank, 0]", "the same on all ranks"),
     ("boundary", r"/ self\.loss_scale", "", "divide by the loss scale"),
+    ("forget_the_mean", r"1 / self\.ranks\.world", "1", "their sum would grow"),
+    ("clip_by_the_local_norm", r"\.sum\(\)\)", ".max())", "squares of slices are summed"),
+    ("padding_in_the_norm", r"\[-1\] :\]\.zero_", "[-1] :].sign_", "must count as zero"),
+    ("count_steps_per_parameter", r"self\.optimizer\.step\(\)", "", "two steps, however"),
+    ("overwrite_instead_of_add", r"add_\(reduced\)", "add_(reduced, alpha=2)", "sum, once"),
+    ("reduce_twice", r"param\.grad = None", "param.grad.zero_()", "must not stay in p.grad"),
+    ("stale_sums_for_an_idle_head", r"self\.tier\.drop\(\)", "pass", "nothing of the first"),
+    ("read_before_the_write_ended", r"transfer\.after = .*", "", "bring the new bytes"),
+    (
+        "skip_a_collective_on_one_rank",
+        r"weights\(self\._joint",
+        "weights(set()",
+        "new weights of both",
+    ),
+    ("boundary_flag_left_on", r"_next = None", "_next = False", "the counter rules again"),
 ]
 
 
