@@ -65,6 +65,10 @@ demo: $(VENV)/.run ## train with every stage, offload and mode on two ranks, and
 test: $(VENV)/.dev ## run the whole test suite
 	@$(RUN) -m pytest -q
 
+.PHONY: mutations
+mutations: $(VENV)/.dev ## plant faults in copies of the source: the suite has to fail for each
+	@$(RUN) tests/mutations.py
+
 .PHONY: notebooks
 notebooks: $(VENV)/.dev ## run the course, each notebook top to bottom, and keep the outputs
 	@$(RUN) notebooks/build.py

@@ -92,8 +92,9 @@ def solutions():
     for ex in EXERCISES.values():
         whole, _, left_out = cut(ex)
         page = pages.setdefault(f"{ex.notebook}.md", [f"# Solutions to {ex.notebook}"])
+        what = "mended in" if ex.mistake else "that were cut out of"
         page.append(
-            f"`{ex.name}`: the lines that were cut out of `{ex.function}` in `{ex.file}`\n\n"
+            f"`{ex.name}`: the lines {what} `{ex.function}` in `{ex.file}`\n\n"
             f"```python\n{left_out}\n```\n\n{ex.why}\n\nThe whole cell:\n\n"
             f"```python\n{cell_of(ex.name, whole)}\n```"
         )

@@ -8,6 +8,7 @@
     with course.record(link=1e8) as log:    on a rank: what ran when, on a link of 100 MB/s
     course.draw(ranks["log"])           in the notebook: one lane per rank and kind
     course.check(ranks, "take")         is the exercise right, and if not, what is wrong
+    course.plant(ranks, "reduce_twice")     plant a mistake: which checks catch it?
 
 Read first: `Live` (the ranks), `record` (timelines), `check`. The exercises are in exercises.py,
 and build.py cuts them out of the stage files and runs the notebooks.
@@ -751,6 +752,24 @@ def check(ranks, name):
     if problem:
         raise NotYet(problem)
     print(f"Right. {EXERCISES[name].praise}")
+
+
+seen = {}  # name of a planted mistake -> the checks that caught it
+
+
+def plant(ranks, name):
+    """Plant a mistake of mistakes.py on all ranks, run all its checks, and print which catch it and
+    what they say. AssertionError if its own check does not."""
+    from exercises import caught
+    from mistakes import MISTAKES
+
+    said = {MISTAKES[check].short: words for check, words in caught(ranks, name).items()}
+    seen[name] = [check for check, words in said.items() if words]
+    for check in seen[name]:
+        print(f"check {check!r}: {said[check]}")
+    silent = [check for check in said if check not in seen[name]]
+    print(f"not seen by: {', '.join(silent)}")
+    assert MISTAKES[name].short in seen[name], f"{name} is not caught by its own check"
 
 
 def _register():

@@ -10,13 +10,17 @@ answer in its place, and returns facts; the first fact that differs is told in t
         first="piece = ", last="copy_",        # leave out from the first line that has this to
         scenario=..., explain={fact: ...})     # the next that has that
 
+Those of 07_break_it are made of mistakes.py: there the blank is the function with a mistake in it.
+
 Read first: `cut`, `trial` (on a rank), `verdict` (in the notebook).
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import re
 import textwrap
 import traceback
 from collections.abc import Callable
@@ -24,13 +28,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from mistakes import MISTAKES, Mistake, planted, sources
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """One blank. `explain`: {fact: text or function(wanted, got, rank) -> text}."""
+    """One blank. `explain`: {fact: text or function(wanted, got, rank) -> text}; "error": what to
+    say after an exception."""
 
     name: str
     notebook: str
@@ -43,6 +49,7 @@ class Exercise:
     scenario: Callable
     explain: dict = field(default_factory=dict)
     blank: str = ""  # what the blank says; default: its number of lines
+    mistake: Mistake | None = None  # the blank is the function with this in it
 
 
 EXERCISES = {}
@@ -61,9 +68,10 @@ def add(name, **about):
 # ---- cutting -------------------------------------------------------------------------------------
 
 
-def find(path, name):
-    """(first line number, last, [its lines, dedented]) of a function or class in a file."""
-    text = path.read_text()
+def find(path, name, text=None):
+    """(first line number, last, [its lines, dedented]) of a function or class in a file, or in
+    another text of it."""
+    text = path.read_text() if text is None else text
     node = ast.parse(text)
     for part in name.split("."):
         inside = [n for n in node.body if getattr(n, "name", None) == part]
@@ -78,6 +86,10 @@ def find(path, name):
 def cut(ex):
     """(the whole function, the same with a blank, the lines left out)."""
     _, _, lines = find(ROOT / ex.file, ex.function)
+    if ex.mistake:
+        _, _, broken = find(ROOT / ex.file, ex.function, sources(ex.name)[ex.file])
+        right = textwrap.dedent("\n".join(line for line in lines if line not in broken))
+        return "\n".join(lines), "\n".join(broken), right
     starts = [i for i, line in enumerate(lines) if ex.first in line]
     ends = [i for i, line in enumerate(lines) if starts and i >= starts[0] and ex.last in line]
     if not ends:
@@ -120,7 +132,11 @@ def trial(name, answer):
         frames = traceback.extract_tb(error.__traceback__)
         mine = [frame.lineno for frame in frames if frame.filename == "<your code>"]
         line = f" in line {mine[-1]} of your code" if mine else ""
-        return wanted, {}, f"{type(error).__name__}{line}: {error}"
+        return wanted, {}, f"{type(error).__name__}{line}: {_plain(error)}"
+
+
+def _plain(error):
+    return re.sub(r"^\[[^\]]*\] *", "", str(error))  # gloo begins with the line of its own source
 
 
 def verdict(ranks, ex, answer):
@@ -129,22 +145,63 @@ def verdict(ranks, ex, answer):
         compile(answer, "<your code>", "exec")
     except SyntaxError as error:
         return f"line {error.lineno} is no Python: {error.msg}"
-    results = ranks.run(trial, ex.name, answer)
+    return _judged(ranks, ex, ranks.run(trial, ex.name, answer), "yours")
+
+
+def _judged(ranks, ex, results, whose):
     errors = [(rank, error) for rank, (_, _, error) in enumerate(results) if error]
     if errors:
         ranks.reset()
-        return "; ".join(f"on rank {rank} {error}" for rank, error in errors)
+        said = "; ".join(f"on rank {rank} {error}" for rank, error in errors)
+        return ". ".join(filter(None, [said, ex.explain.get("error")]))
     for fact in results[0][0]:
         for rank, (wanted, got, _) in enumerate(results):
             if not same(wanted[fact], got.get(fact)):
-                return _told(ex, fact, wanted[fact], got.get(fact), rank)
+                return _told(ex, fact, wanted[fact], got.get(fact), rank, whose)
     return ""
 
 
-def _told(ex, fact, wanted, got, rank):
+def _told(ex, fact, wanted, got, rank, whose):
     text = ex.explain.get(fact, "")
     text = text(wanted, got, rank) if callable(text) else text
-    return f"{text} (Rank {rank}, {fact}: yours gives {brief(got)}, the real code {brief(wanted)}.)"
+    gives = f"{whose} gives {brief(got)}, the real code {brief(wanted)}"
+    return f"{text} (Rank {rank}, {fact}: {gives}.)"
+
+
+# ---- mistakes that are planted -------------------------------------------------------------------
+
+
+@functools.cache
+def _right_facts(check):
+    return MISTAKES[check].check()
+
+
+def survey(mistake, checks):
+    """On a rank, with a mistake planted: {check: (facts of the real code, of this, error)}, up to
+    the first error."""
+    found = {check: (_right_facts(check), {}, "not run") for check in checks}
+    with planted(mistake):
+        for check in checks:
+            try:
+                found[check] = found[check][0], MISTAKES[check].check(), ""
+            except BaseException as error:
+                found[check] = found[check][0], {}, f"{type(error).__name__}: {_plain(error)}"
+                break
+    return found
+
+
+def caught(ranks, mistake):
+    """{check: what it says, or an empty string} of the checks of all mistakes, with one planted."""
+    said, left = {}, list(MISTAKES)
+    while left:
+        found = ranks.run(survey, mistake, left)
+        while left:
+            check = left.pop(0)
+            results = [one[check] for one in found]
+            said[check] = _judged(ranks, EXERCISES[check], results, "this")
+            if any(error for _, _, error in results):
+                break  # the ranks have a new group now: go on with the next check
+    return said
 
 
 def same(a, b):
@@ -163,6 +220,8 @@ def brief(value):
     """A value in a few words."""
     if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
         return "; ".join(brief(v) for v in value[:2]) + ("; ..." if len(value) > 2 else "")
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {brief(v)}" for k, v in value.items())
     if isinstance(value, torch.Tensor):
         shown = ", ".join(f"{v:.4g}" for v in value.flatten()[:6].tolist())
         return f"[{shown}{', ...' if value.numel() > 6 else ''}]"
@@ -511,6 +570,24 @@ def _update():
     with tempfile.TemporaryDirectory() as folder, replaced(offload.Shard, "write", write):
         step(offload.Offload("nvme", folder))
     return facts | {"kept back until no disk can fail": kept_back}
+
+
+# ---- 07_break_it ---------------------------------------------------------------------------------
+
+for _name, _mistake in MISTAKES.items():
+    EXERCISES[_name] = Exercise(
+        name=_name,
+        notebook="07_break_it",
+        file=_mistake.file,
+        function=_mistake.function,
+        first="",
+        last="",
+        why=_mistake.harm,
+        praise=_mistake.praise,
+        scenario=_mistake.check,
+        explain=_mistake.explain,
+        mistake=_mistake,
+    )
 
 
 # ---- 09_scale ------------------------------------------------------------------------------------
