@@ -73,7 +73,7 @@ EQUIVALENT = {}
 SEES_FIRST = {
     "stage1.py": "window cases_accumulation cases_ranks disagree",
     "stage2.py": "window cases_accumulation cases_ranks disagree",
-    "shared": "window cases_accumulation cases_ranks disagree precision cases_precision",
+    "shared": "window cases_accumulation cases_ranks disagree cases_params precision",
     "stage3.py": "cases_stage3 models disagree memory_traffic window",
     "offload.py": "window cases_offload cases_nvme cases_state cases_params state equal",
     "nvme.py": "nvme cases_nvme",

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from cases import PARAMS, Dot, Scale, agrees, expect
+from cases import PARAMS, Dot, Mode, Scale, agrees, expect
 
 
 class WithEmpty(torch.nn.Module):
@@ -40,6 +40,19 @@ def test_an_empty_parameter_keeps_its_shape_and_breaks_nothing(world):
         return weights["a"], shapes, tuple(run.masters()["empty.weight"].shape)
 
     expect(train, world, (-2, ((3,), (0, 4), (0,)), (0, 4)), modes=PARAMS)
+
+
+def test_an_empty_parameter_counts_its_steps_as_any_other():
+    """It lies in no rank's slice, and yet has the state that plain PyTorch gives it (case 39)."""
+
+    def train(run):
+        run.build(WithEmpty(), torch.optim.Adam)
+        run.window({"x": 1})
+        run.window({"x": 1})
+        return {name: float(run.state(name)["step"]) for name in run.weights()}
+
+    wanted = {"a": 2.0, "empty.weight": 2.0, "empty.bias": 2.0}
+    expect(train, 2, wanted, modes=[Mode(stage, "none", False) for stage in (1, 2, 3)])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -44,7 +44,7 @@ WRONG = [
     ("update", r", later=self\.may_fail", "", "Pass later=self.may_fail"),
     ("forget_the_mean", r"1 / self\.ranks\.world", "1", "their sum would grow"),
     ("clip_by_the_local_norm", r"\.sum\(\)\)", ".max())", "squares of slices are summed"),
-    ("padding_in_the_norm", r"\[-1\] :\]\.zero_", "[-1] :].sign_", "must count as zero"),
+    ("padding_in_the_norm", r"\[-1\] :\]\.zero_", "[-1] :].abs_", "must count as zero"),
     ("count_steps_per_parameter", r"self\.optimizer\.step\(\)", "", "two steps, however"),
     ("overwrite_instead_of_add", r"add_\(reduced\)", "add_(reduced, alpha=2)", "sum, once"),
     ("reduce_twice", r"param\.grad = None", "param.grad.zero_()", "must not stay in p.grad"),
