@@ -97,7 +97,7 @@ AT_FIRST = {
         lambda path: instead(path, lambda path: path.symlink_to("nowhere")),
         ("cannot make a folder here", "choose a path that is a folder"),
     ),
-    "file size": (lambda path: quota(1000), ("File too large", "raise the limit on file sizes")),
+    "file size": (lambda path: quota(2**16), ("File too large", "raise the limit on file sizes")),
     "quota": (
         lambda path: broken(os, "posix_fallocate", fails(errno.EDQUOT)),
         ("quota exceeded", "choose a folder with room", "optimizer.bin"),
