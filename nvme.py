@@ -5,6 +5,9 @@
     transfer = file.write(buffer, offset=0)      returns at once
     transfer.wait()                              all bytes have moved, or OSError says why not
 
+What can go wrong with a disk is an OSError that says what happened, where, and what to do. With
+`checksum=True` that includes bytes that come back other than they were written.
+
 How a transfer flows. Nothing is copied: a thread hands the kernel the tensor's own address.
 
     file.write(tensor, offset)                              threads, at most `threads`
@@ -30,9 +33,11 @@ import errno
 import fcntl
 import os
 import re
+import signal
 import tempfile
 import threading
 import weakref
+import zlib
 
 import torch
 
@@ -41,6 +46,21 @@ PIECE = 8 << 20  # bytes per system call: reaches the disk's rate, yet several s
 
 _NAME = re.compile(r"zero-nvme-[a-z0-9_]{8}\.run")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+_ROOM = "free some space there, or choose a folder with room"
+_RIGHTS = "choose a folder that you may write to"
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _RIGHTS),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.ENOENT), "choose a path that is a folder"),
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or use more ranks",
+    errno.EIO: "what is on this disk is not to be trusted: choose another, load the last state",
+    errno.ETIMEDOUT: "look whether the disk still answers",
+}
+
+
+def _advised(number, reason):
+    return f"{reason}; {_ADVICE[number]}" if number in _ADVICE else reason
 
 
 def empty(nbytes):
@@ -59,8 +79,10 @@ class Disk:
     locks too.)
     """
 
-    def __init__(self, path, threads=4, piece=PIECE, direct=True):
-        """`piece`: bytes per system call; `direct`: use O_DIRECT. OSError without a folder."""
+    def __init__(self, path, threads=4, piece=PIECE, direct=True, checksum=False, limit=None):
+        """`piece`: bytes per system call; `direct`: use O_DIRECT; `checksum`: a read fails if its
+        bytes are not those that were written; `limit`: seconds without a byte moved after which
+        `wait` gives up. OSError without a folder."""
         if threads < 1 or piece < BLOCK or piece % BLOCK:
             raise ValueError(f"needs a thread and whole blocks, not {threads=}, {piece=}")
         root = os.path.abspath(path)
@@ -68,9 +90,10 @@ class Disk:
             self.path, folder = _claim_folder(root)
         except OSError as error:
             reason = f"cannot make a folder here: {error.strerror}"
-            raise OSError(error.errno, reason, root) from error
+            raise OSError(error.errno, _advised(error.errno, reason), root) from error
         self._direct = getattr(os, "O_DIRECT", 0) if direct else 0
-        self._pool = _Pool(self.path, folder, threads, piece)
+        self._pool = _Pool(self.path, folder, threads, piece, checksum, limit)
+        _handle_sigterm()
         self._finalizer = weakref.finalize(self, self._pool.close)
 
     @property
@@ -97,7 +120,8 @@ class Disk:
                 disk = os.statvfs(pool.folder)
                 free = disk.f_bavail * disk.f_frsize
                 reason = f"needs {nbytes} bytes, {free} are free: {error.strerror}"
-                raise OSError(error.errno, reason, os.path.join(self.path, name)) from error
+                reason, path = _advised(error.errno, reason), os.path.join(self.path, name)
+                raise OSError(error.errno, reason, path) from error
             pool.fds += [fd for fd in fds if fd is not None]
             pool.files.append(File(pool, name, nbytes, *fds))
             return pool.files[-1]
@@ -122,6 +146,7 @@ class File:
         self._pool, self._fd, self._direct = pool, fd, direct
         self._live = []  # unfinished transfers, oldest first
         self._lost = []  # (start, stop, failure) of failed writes: neither old nor new bytes there
+        self._sums = {}  # start -> (stop, CRC-32) of written places, if asked for
 
     def read(self, tensor, offset):
         """Start to fill `tensor` with the bytes from `offset` on; leave it alone till `wait()`."""
@@ -145,6 +170,12 @@ class File:
         for start, stop, why in self._lost:
             lost += [(start, min(stop, write.start), why), (max(start, write.stop), stop, why)]
         self._lost = [entry for entry in lost if entry[0] < entry[1]]
+        if write.sum is not None:
+            for start, (stop, _) in [*self._sums.items()]:
+                if start < write.stop and write.start < stop:
+                    del self._sums[start]
+            if not write.failure:
+                self._sums[write.start] = write.stop, write.sum
 
 
 class Transfer:
@@ -165,6 +196,7 @@ class Transfer:
         self.given = self.moved = 0  # bytes given to threads, bytes moved
         self.busy = 0  # pieces in threads' hands
         self.failure = None  # (errno, reason); an exception's traceback would keep buffers alive
+        self.sum = None  # CRC-32 of what was written, if asked for
         self.ended = False
 
     def done(self):
@@ -173,16 +205,19 @@ class Transfer:
 
     def wait(self):
         """Return when all bytes have moved; OSError names file, operation, offset, bytes."""
-        pool, path = self.file._pool, self.file.path
+        pool, path, failure = self.file._pool, self.file.path, None
         with pool.cond:
-            while not self.ended:
+            while not self.ended and not failure:
                 if pool.folder is None:
                     raise RuntimeError(f"{path}: a forked child cannot wait for its parent")
-                pool.cond.wait()
-        if self.failure:
-            number, reason = self.failure
+                before = pool.moved
+                if not pool.cond.wait(pool.limit) and pool.moved == before and not self.ended:
+                    failure = errno.ETIMEDOUT, f"nothing has moved for {pool.limit:g} s"
+        if failure := failure or self.failure:
+            number, reason = failure
             what = f"{'write' if self.write else 'read'} of {self.nbytes} bytes at {self.start}"
-            raise OSError(number, f"{what} ended after {self.moved} bytes: {reason}", path)
+            what = f"{what} ended after {self.moved} bytes: {_advised(number, reason)}"
+            raise OSError(number, what, path)
 
     def conflicts(self, other):
         """Whether the two must not be in work at once."""
@@ -204,6 +239,21 @@ class Transfer:
         except BaseException as error:  # not lost with the thread: who waits must hear of it
             failure = errno.EIO, repr(error)
         return at - start, failure
+
+    def check(self):
+        """After the last byte: note the checksum of a write, compare those in a read's place."""
+        pool, file = self.file._pool, self.file
+        if not pool.checksum or self.failure:
+            return
+        if self.write:
+            self.sum = zlib.crc32(self.view)
+            return
+        with pool.cond:  # no write changes these while this read is under way
+            places = [(a, b, wanted) for a, (b, wanted) in file._sums.items()]
+        for a, b, wanted in places:
+            inside = self.start <= a and b <= self.stop
+            if inside and zlib.crc32(self.view[a - self.start : b - self.start]) != wanted:
+                self.failure = errno.EIO, f"bytes {a} to {b} are not those that were written"
 
     def _step(self, at, stop):
         file, place, direct = self.file, self.start + at, self.file._direct
@@ -238,8 +288,9 @@ class _Pool:
     forked child.
     """
 
-    def __init__(self, path, folder, threads, piece):
-        self.path, self.folder, self.limit, self.piece = path, folder, threads, piece
+    def __init__(self, path, folder, threads, piece, checksum, limit):
+        self.path, self.folder, self.size, self.piece = path, folder, threads, piece
+        self.checksum, self.limit, self.moved = checksum, limit, 0
         # Reentrant: the garbage collector may call close() in a thread that holds it.
         self.cond = threading.Condition(threading.RLock())
         self.queue, self.threads, self.files, self.fds = [], set(), [], []
@@ -259,7 +310,7 @@ class _Pool:
             live = transfer.file._live
             transfer.after = [older for older in live if transfer.conflicts(older)]
             pieces = -(-transfer.nbytes // self.piece)
-            for _ in range(min(pieces, self.limit - len(self.threads))):
+            for _ in range(min(pieces, self.size - len(self.threads))):
                 thread = threading.Thread(target=self._work, name="nvme")
                 thread.start()  # it waits for cond; if this raises, nothing is queued
                 self.threads.add(thread)
@@ -271,7 +322,9 @@ class _Pool:
     def _work(self):
         while piece := self._take():
             transfer, start, stop = piece
-            self._finish(transfer, *transfer.move(start, stop))
+            if self._finish(transfer, *transfer.move(start, stop)):
+                transfer.check()  # with the lock free: it takes as long as the transfer
+                self._end(transfer)
 
     def _take(self):
         """The next piece to move, or None when the thread is to end."""
@@ -294,17 +347,21 @@ class _Pool:
 
     def _finish(self, transfer, moved, failure):
         with self.cond:
+            self.moved += moved
             transfer.busy -= 1
             transfer.moved += moved
             transfer.failure = transfer.failure or failure
             if transfer.failure and transfer in self.queue:  # no use in moving the rest
                 self.queue.remove(transfer)
-            if not transfer.busy and transfer not in self.queue:
-                if transfer.write:
-                    transfer.file._written(transfer)
-                transfer.file._live.remove(transfer)
-                transfer.view, transfer.after, transfer.ended = None, (), True
-                self.cond.notify_all()
+            return not transfer.busy and transfer not in self.queue
+
+    def _end(self, transfer):
+        with self.cond:
+            if transfer.write:
+                transfer.file._written(transfer)
+            transfer.file._live.remove(transfer)
+            transfer.view, transfer.after, transfer.ended = None, (), True
+            self.cond.notify_all()
 
     def close(self):
         with self.cond:
@@ -313,8 +370,9 @@ class _Pool:
         if threading.current_thread() in threads:
             return  # the garbage collector ran in one of our own: the last of them removes
         for thread in threads:
-            thread.join()
-        self._remove()
+            thread.join(self.limit)
+        if not any(thread.is_alive() for thread in threads):  # else the last of them removes
+            self._remove()
 
     def _remove(self):
         with self.cond:
@@ -324,10 +382,16 @@ class _Pool:
                 return
             for fd in fds:
                 os.close(fd)
-            with contextlib.suppress(OSError):
-                _empty_folder(folder)
-                os.rmdir(self.path)
+            self.unlink(folder)
             os.close(folder)  # and with it the lock
+        if not any(pool.folder is not None for pool in _pools):
+            _forget_sigterm()
+
+    def unlink(self, folder):
+        """Remove the files and the folder, whoever has them open."""
+        with contextlib.suppress(OSError):
+            _empty_folder(folder)
+            os.rmdir(self.path)
 
 
 def _claim_space(fd, nbytes):
@@ -403,6 +467,28 @@ def _lock(fd, how):
 _pools = weakref.WeakSet()
 
 
+def _handle_sigterm():
+    # It would end the process without a word to Python: clean up first, unless someone else
+    # has a plan for it. (Python comes to it once it is out of a call such as a collective.)
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_at_sigterm)
+
+
+def _forget_sigterm():
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGTERM) is _end_at_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_at_sigterm(number, frame):
+    for pool in list(_pools):
+        if pool.folder is not None:
+            pool.unlink(pool.folder)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 def _forget_in_child():
     # A forked child has our descriptors but not our threads. Left open, they would keep the lock
     # of a killed run and the space of a closed one for as long as the child lives.
@@ -412,6 +498,7 @@ def _forget_in_child():
             os.close(fd)
         pool.folder, pool.closed = None, True
         pool.fds, pool.files, pool.threads = [], [], set()
+    _forget_sigterm()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

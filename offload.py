@@ -34,10 +34,13 @@ import contextlib
 import copy
 import ctypes
 import functools
+import gc
 import inspect
 import itertools
 import math
 import os
+import signal
+import threading
 import warnings
 import weakref
 import zlib
@@ -46,6 +49,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import nvme
 
@@ -64,7 +68,8 @@ class Offload:
     same numbers, slower copies, nothing locked. accumulate_on: "host" adds every backward's slice
     to a sum in host memory, "device" keeps the sum on the device and sends it down once a window.
     sub_group_size: elements per `Group`. buffer_count: groups in memory at once while the update
-    streams from NVMe; 1 means read, update and write one after another.
+    streams from NVMe; 1 means read, update and write one after another. checksum: "nvme" only, a
+    read whose bytes are not those that were written raises OSError; costs a CRC-32 of all of them.
 
     Raises ValueError for a value that cannot work.
     """
@@ -75,6 +80,7 @@ class Offload:
     accumulate_on: str = "host"
     sub_group_size: int = 2**24
     buffer_count: int = 4
+    checksum: bool = False
 
     def __post_init__(self):
         if self.device not in ("cpu", "nvme"):
@@ -311,6 +317,7 @@ class Partition:
                 self.tier._publish(group)
         self.home.settle()
         self.tier.settle()
+        self.home.commit()
 
     def scalars(self):
         """{name: ([kinds that it has], {key: number})} of the parameters updated so far."""
@@ -384,8 +391,8 @@ class Tier:
             rows = {kind: part.state[i, here] for i, kind in enumerate(self.kinds)}
             group.attach({MASTER: part.master[here], **rows})
 
-    def open(self):
-        """Called once, after the last `partition`."""
+    def open(self, limit):
+        """Called once, after the last `partition`. limit: seconds to wait for a disk that hangs."""
 
     def visit(self, groups, read=True, write=True):
         """Yield each group with its rows in memory, and keep what is changed in them."""
@@ -406,14 +413,16 @@ class Tier:
                 norms[i] = torch.linalg.vector_norm(part.sum, dtype=torch.float64).item()
         return math.fsum(norm * norm for norm in norms)
 
-    def land(self):
-        """Send sums that were kept on the device down to this tier, as FP32, once a window."""
+    def land(self, guard):
+        """Send sums that were kept on the device down to this tier, as FP32, once a window.
+        guard: as in `update`."""
         if self.name == "device" or self.sums_on_host:
             return
-        for part in self.partitions:
-            if part.sum is not None:
-                self.traffic["device_to_host"] += part.numel * 4
-                self._land(part)
+        with guard("copy of the gradients", writes=False):
+            for part in self.partitions:
+                if part.sum is not None:
+                    self.traffic["device_to_host"] += part.numel * 4
+                    self._land(part)
 
     def _land(self, part):
         if not part.sum.is_cuda:
@@ -422,18 +431,17 @@ class Tier:
         part.landed = part.landing(torch.float32)
         self.lanes.down(part.sum.float(), part.landed, add=False)
 
-    def update(self, active, coefficient, together):
+    def update(self, active, coefficient, guard):
         """One optimizer step over the groups that hold a parameter of `active`.
 
         coefficient: what the gradient is multiplied with, clipping and unscaling at once.
-        together: a context that raises on every rank if one rank failed inside it; weights in
+        guard: a context that raises on every rank if one rank's disk failed inside it; weights in
         memory change only after it, where a disk could have failed.
         """
         touched = [g for p in self.partitions for g in p.groups if g.holds(active)]
         homes = {id(g.partition): g.partition.home for g in touched}.values()
-        may_fail = self.may_fail or any(home.tier == "nvme" for home in homes)
         try:
-            with together("update") if may_fail else contextlib.nullcontext():
+            with guard("update", writes=False):
                 for group in self.visit(touched):
                     gradient = group.partition.gradient(group)
                     if coefficient != 1.0:
@@ -522,7 +530,7 @@ class NvmeTier(Tier):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.disk = nvme.Disk(self.settings.nvme_path)
+        self.disk = None  # made by `open`, where a failure reaches all ranks
         self.size = 0  # bytes of the file
 
     def _claim(self, part):
@@ -537,8 +545,9 @@ class NvmeTier(Tier):
     def _row(group):
         return -(-group.numel * 4 // nvme.BLOCK) * nvme.BLOCK  # bytes
 
-    def open(self):
+    def open(self, limit):
         """Claim the space and write the first masters: a full disk is an error here, not later."""
+        self.disk = nvme.Disk(self.settings.nvme_path, checksum=self.settings.checksum, limit=limit)
         self.file = self.disk.file("optimizer.bin", max(self.size, 1))
         for part in self.partitions:
             values = part.home.values().float()
@@ -610,7 +619,8 @@ class NvmeTier(Tier):
     def close(self):
         """Wait for what is under way and remove the file."""
         super().close()
-        self.disk.close()
+        if self.disk:
+            self.disk.close()
 
 
 def make_tier(settings, *args):
@@ -629,6 +639,7 @@ class Shard:
         self.tensor, self.tier = tensor, tier
         self.numel, self.dtype = tensor.numel(), tensor.dtype
         self.fresh = None  # new values that wait for `commit`
+        self.torn = False  # on disk, whether a `commit` is due for what was written there
 
     def values(self):
         """The slice itself, (numel,)."""
@@ -636,6 +647,9 @@ class Shard:
 
     def prefetch(self):
         """Start bringing the slice closer; only a disk has anything to do."""
+
+    def fetch(self):
+        """Wait until the slice is in memory."""
 
     def read(self, out):
         """Copy the slice into `out`, a device tensor (numel,), in the order of its stream."""
@@ -674,6 +688,7 @@ class NvmeShard(Shard):
         """Write the values that construction brought, and let go of them."""
         self.write(0, self.tensor)
         self.settle()
+        self.commit()
         self.tensor = None
 
     def values(self):
@@ -682,25 +697,34 @@ class NvmeShard(Shard):
 
     def prefetch(self):
         """Start the read that `read` will wait for."""
-        if self.coming is None:
+        if self.coming is None and self.tensor is None:
             buffer = nvme.empty(self.nbytes)
             self.weights.traffic["nvme_read"] += self.nbytes
             self.coming = buffer, self.weights.file.read(buffer, self.offset)
 
     def _arrive(self):
-        self.prefetch()
-        buffer, transfer = self.coming
+        self.fetch()
+        buffer, _ = self.coming
         self.coming = None
-        transfer.wait()
         return buffer[: self.nbytes].view(self.dtype)
+
+    def fetch(self):
+        """Wait until the slice is in memory; raises OSError that names the file."""
+        self.prefetch()
+        if self.coming is not None:
+            try:
+                self.coming[1].wait()
+            except OSError:
+                self.coming = None  # a second attempt reads again
+                raise
 
     def read(self, out):
         """Wait for the read and copy the slice into `out`."""
-        out.copy_(self._arrive())
+        out.copy_(self.values())
 
     def write(self, start, values, lanes=None, later=False):
         """Start writing `values` at `start`; `settle` waits. A disk has no `later`."""
-        self.coming = None  # what was read ahead is old now
+        self.coming, self.torn = None, True  # what was read ahead is old now
         buffer = nvme.empty(values.numel() * self.dtype.itemsize)
         piece = buffer[: values.numel() * self.dtype.itemsize]
         piece.view(self.dtype).copy_(values)
@@ -711,8 +735,13 @@ class NvmeShard(Shard):
 
     def settle(self):
         """Wait for the writes; raises OSError that names the file if one failed."""
-        while self.writes:
-            self.writes.pop(0).wait()
+        writes, self.writes = self.writes, []
+        for write in writes:
+            write.wait()
+
+    def commit(self, good=True):
+        """What was written is there already: after a failure, parts of two steps."""
+        self.torn = self.torn and not good
 
 
 class Weights:
@@ -722,8 +751,7 @@ class Weights:
         self.tier = {None: "device", "cpu": "host", "nvme": "nvme"}[settings and settings.device]
         self.device, self.traffic, self.shards = device, traffic, []
         self.lanes = Lanes(device, settings is not None and settings.pin_memory)
-        self.disk = nvme.Disk(settings.nvme_path) if self.tier == "nvme" else None
-        self.size = 0
+        self.settings, self.disk, self.size = settings, None, 0
 
     def shard(self, values):
         """Keep one slice; `values` is a device tensor (numel,) that the caller may free."""
@@ -738,9 +766,12 @@ class Weights:
         self.shards.append(shard)
         return shard
 
-    def open(self):
+    def open(self, limit):
         """Called once, after the last `shard`: claim the disk space and write the weights."""
-        if self.disk:
+        if self.tier == "nvme":
+            self.disk = nvme.Disk(
+                self.settings.nvme_path, checksum=self.settings.checksum, limit=limit
+            )
             self.file = self.disk.file("weights.bin", max(self.size, 1))
             for shard in self.shards:
                 shard.open()
@@ -748,12 +779,18 @@ class Weights:
     def memory(self):
         """Live bytes by tier."""
         held = [s.tensor.untyped_storage().nbytes() for s in self.shards if s.tensor is not None]
-        return {self.tier: self.size if self.disk else sum(held)}
+        return {self.tier: self.size if self.tier == "nvme" else sum(held)}
 
     def close(self):
         """Remove the file, free the memory."""
         if self.disk:
             self.disk.close()
+        if any(shard.torn for shard in self.shards):
+            warnings.warn(
+                f"a write failed in {self.disk.path}/weights.bin: the model has weights of two "
+                "steps now; load a state that was saved before",
+                stacklevel=5,
+            )
         self.shards = []
 
 
@@ -888,10 +925,11 @@ class Ranks:
         keep_freed_memory()
         self.simulated = dist.get_backend(self.group) == "fake"  # sizes are real, nothing is sent
         self.gloo = f"{device.type}:gloo" in str(dist.get_backend_config(self.group))
-        self.control = self.group
+        self.control, self.limit = self.group, None
         if not self.simulated:
             members = dist.get_process_group_ranks(self.group)
             limit = self.group._get_backend(device).options._timeout
+            self.limit = limit.total_seconds()  # that nobody waits longer than
             sub = len(members) < dist.get_world_size()
             self.control = dist.new_group(members, limit, "gloo", use_local_synchronization=sub)
         self.words = 2  # of an exchange; the same on every rank
@@ -998,7 +1036,7 @@ class Ranks:
         error = None
         try:
             yield
-        except Exception as caught:
+        except BaseException as caught:  # an interrupt too: the other ranks wait here
             error = caught
         self.agree(doing, error=error)
 
@@ -1042,7 +1080,9 @@ def collect_state(zero, rank0_only):
     state = {name: dict(scalars[name][1]) for name in zero.names if name in scalars}
     master = {}
     for bucket in zero.buckets:
-        for kind, piece in bucket.part.read().items():
+        with zero._guard("state_dict", writes=False):
+            rows = bucket.part.read()
+        for kind, piece in rows.items():
             whole = zero.ranks.assemble(piece, rank0_only)
             if whole is None:
                 continue
@@ -1109,7 +1149,8 @@ def restore_state(zero, saved):
                     if value is not None:
                         whole[start : start + param.numel()] = value.flatten()
             rows[kind] = zero.ranks.scatter(whole, bucket.part.numel)
-        bucket.part.write(rows)
+        with zero._guard("load_state_dict"):
+            bucket.part.write(rows)
 
 
 def check_state(zero, saved):
@@ -1211,15 +1252,22 @@ def check_arguments(given):
 def check_model(zero, arguments):
     """Raise ValueError, on every rank, for a model that cannot be sharded, and for a model or
     arguments, {name: value}, that differ by rank."""
-    problem, owner, ranks = None, {}, zero.ranks
+    problem, memory, ranks = None, {}, zero.ranks
     for name, p in [*zero.named.items(), *zero.model.named_buffers()]:
-        place = p.untyped_storage().data_ptr()
-        if p.device != ranks.device and name in zero.named:
+        place, (start, stop) = p.untyped_storage().data_ptr(), extent(p)
+        others = memory.setdefault(place, [])
+        twin = next((n for n, a, b in others if a < stop and start < b), None)
+        others.append((name, start, stop))
+        if is_managed(p, zero):
+            problem = f"{name} is managed by another Zero object: close() that one first"
+        elif hasattr(type(p), "refuse"):  # stage 3's Released, which needs its owner
+            problem = f"{name} was sharded by a Zero object that is gone: make the model anew"
+        elif p.device != ranks.device and name in zero.named:
             problem = f"{name} is on {p.device}, others on {ranks.device}: move the model first"
-        elif place and owner.setdefault(place, name) != name and owner[place] in zero.named:
+        elif place and twin in zero.named:
             problem = (
-                f"{name} and {owner[place]} share memory without being one parameter: tie them "
-                "(one Parameter under two names), or close() the Zero object that manages the model"
+                f"{name} and {twin} share memory without being one parameter: tie them (one "
+                "Parameter under two names), or give each its own, as by data.clone()"
             )
         elif name in zero.group_of and p.requires_grad and p.dtype not in TRAINABLE:
             problem = f"{name} is {p.dtype}: an FP32 master fits float32, bfloat16 and float16 only"
@@ -1233,9 +1281,61 @@ def check_model(zero, arguments):
         for a, b in itertools.zip_longest(seen[0][1], theirs):
             if a != b:
                 raise ValueError(f"model or arguments differ: rank 0 has {a}, rank {rank} has {b}")
+    MANAGERS.update((p, weakref.ref(zero)) for p in zero.named.values())
+
+
+MANAGERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the Zero object that has it
+
+
+def is_managed(tensor, zero):
+    """Whether another Zero object that lives has this parameter."""
+    manager = MANAGERS.get(tensor, lambda: None)
+    if manager() not in (None, zero):
+        gc.collect()  # a forgotten one may only wait for that
+    return manager() not in (None, zero)
+
+
+def extent(tensor):
+    """(first byte, the one behind the last): the memory that a tensor's elements lie in."""
+    steps = [(n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    length = (sum(steps) + 1) * tensor.element_size() if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + length
 
 
 # ---- what every stage has besides its mechanism --------------------------------------------------
+
+
+class _Later:
+    """A handler that keeps the first Ctrl-C for later; a second one takes effect at once."""
+
+    def __init__(self, handler):
+        self.handler, self.came = handler, None
+
+    def __call__(self, *signal_and_frame):
+        if self.came:
+            self.handler(*signal_and_frame)
+        self.came = signal_and_frame
+
+
+@contextlib.contextmanager
+def uninterrupted():
+    """Ctrl-C, as a notebook's interrupt, takes effect at the end of this. A rank that left between
+    an agreement and the collective that it announced would leave the others waiting."""
+    handler = signal.getsignal(signal.SIGINT)
+    here = (
+        threading.current_thread() is threading.main_thread()
+    )  # Python's signals come nowhere else
+    if not here or not callable(handler) or isinstance(handler, _Later):
+        yield
+        return
+    later = _Later(handler)
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if later.came:
+            handler(*later.came)
 
 
 class Sharded(torch.optim.Optimizer):
@@ -1246,7 +1346,7 @@ class Sharded(torch.optim.Optimizer):
     """
 
     def _claim(self):
-        self.tier.open()
+        self.tier.open(self.ranks.limit)
 
     def _pieces(self):
         # Lists of buckets that may be whole at the same time.
@@ -1259,6 +1359,23 @@ class Sharded(torch.optim.Optimizer):
     def _plain(self, param):
         # Leave nothing of ours on a parameter.
         pass
+
+    def _abandon_forward(self):
+        # Of a forward that was interrupted, leave nothing.
+        pass
+
+    @contextlib.contextmanager
+    def _guard(self, doing, writes=True):
+        """Around what a disk may fail in: if it does on one rank, all ranks raise. What a failed
+        write leaves behind is neither old nor new: the optimizer cannot go on then."""
+        on_disk = self.tier.may_fail or any(b.home.tier == "nvme" for b in self.every)
+        try:
+            with self.ranks.together(doing) if on_disk else contextlib.nullcontext():
+                yield
+        except BaseException as error:
+            if writes:
+                self._dead = f"{doing} failed half way ({type(error).__name__}: {error})"
+            raise
 
     def add_param_group(self, param_group):
         """Add a group as torch does; its parameters belong to the model. After construction this
@@ -1285,6 +1402,7 @@ class Sharded(torch.optim.Optimizer):
             carried["param_groups"] = fresh["param_groups"]
             self.load_state_dict(carried)
 
+    @uninterrupted()
     def state_dict(self, rank0_only=False):
         """Everything needed to go on, free of stage, rank count, buckets, dtype and offload, as
         full FP32 tensors on the CPU: {"state": {name: {...}}, "master": {name: tensor},
@@ -1293,6 +1411,7 @@ class Sharded(torch.optim.Optimizer):
         Raises RuntimeError in the middle of a window, whose sums would be lost.
         """
         self._finish_backward()
+        self._check_going()
         with self.ranks.together("state_dict"):  # in stage 1 only some ranks may be in a window
             if self._calls:
                 raise RuntimeError(
@@ -1301,6 +1420,7 @@ class Sharded(torch.optim.Optimizer):
                 )
         return collect_state(self, rank0_only)
 
+    @uninterrupted()
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Take rank 0's `state_dict` (the others may give {}), from any stage, rank count and
@@ -1313,6 +1433,7 @@ class Sharded(torch.optim.Optimizer):
         self.zero_grad()
         self._refresh_weights(set(self.names))
 
+    @uninterrupted()
     @torch.no_grad()
     def model_state_dict(self):
         """The full model, {name: CPU tensor} as `model.state_dict()` has it. Collective."""
@@ -1325,6 +1446,7 @@ class Sharded(torch.optim.Optimizer):
         tensors = self.model.state_dict(keep_vars=True).items()
         return {n: values[id(t)] if id(t) in values else copied(t) for n, t in tensors}
 
+    @uninterrupted()
     @torch.no_grad()
     def load_model_state_dict(self, state_dict):
         """Load rank 0's full model (the others may give {}): weights, buffers and FP32 masters.
@@ -1364,11 +1486,13 @@ class Sharded(torch.optim.Optimizer):
         # Full parameters as rank `source` has them reach every rank, its slice and its masters.
         for bucket in buckets:
             self.ranks.broadcast(bucket.flat, source)
-            if bucket.part is not None:
-                bucket.part.write({MASTER: bucket.flat[bucket.mine]})
-            else:
-                bucket.home.write(0, bucket.flat[bucket.mine])
-                bucket.home.settle()
+            with self._guard("a change of weights"):
+                if bucket.part is not None:
+                    bucket.part.write({MASTER: bucket.flat[bucket.mine]})
+                else:
+                    bucket.home.write(0, bucket.flat[bucket.mine])
+                    bucket.home.settle()
+                    bucket.home.commit()
 
     @contextlib.contextmanager
     @torch.no_grad()
@@ -1409,22 +1533,31 @@ class Sharded(torch.optim.Optimizer):
     def _unbuild(self):
         for hook in self._hooks:
             hook.remove()
-        for buckets in self._pieces():
-            with self._whole(buckets):
-                params = list(itertools.chain(*(bucket.params for bucket in buckets)))
-                values = [param.data.clone() for param in params]
-            for param, value in zip(params, values, strict=True):
-                self._plain(param)
-                param.data, param.grad = value, None
-        self.tier.close()
-        self.buckets = self.every = []
+        self._abandon_forward()
+        try:
+            for buckets in self._pieces():
+                with self._whole(buckets):
+                    params = list(itertools.chain(*(bucket.params for bucket in buckets)))
+                    values = [param.data.clone() for param in params]
+                for param, value in zip(params, values, strict=True):
+                    self._plain(param)
+                    param.data, param.grad = value, None
+                    MANAGERS.pop(param, None)
+        finally:
+            self.tier.close()
+            self.buckets = self.every = []
 
+    @uninterrupted()
     def close(self):
-        """Hooks off, threads ended, files gone; the model is a plain, full module again."""
+        """Hooks off, threads ended, files gone; the model is a plain, full module again. Where that
+        cannot be, since a rank is dead or a disk lost the weights of stage 3, the rest is done all
+        the same, and it raises."""
         if self._dead != "closed":
-            self._settle()
-            self._unbuild()
             self._dead = "closed"
+            try:
+                self._settle()
+            finally:
+                self._unbuild()
 
     def __enter__(self):
         return self
@@ -1432,9 +1565,15 @@ class Sharded(torch.optim.Optimizer):
     def __exit__(self, *error):
         self.close()
 
-    def _check_alive(self):
+    def _check_going(self):
         if self._dead:
-            raise RuntimeError(f"this optimizer cannot go on: {self._dead}; construct a new one")
+            raise RuntimeError(
+                f"this optimizer cannot go on: {self._dead}; close() it, construct a new one and "
+                "load the last state that was saved"
+            )
+
+    def _check_alive(self):
+        self._check_going()
         for name, param in self.frozen.items():
             if param.requires_grad and name not in self._idle:
                 raise RuntimeError(

@@ -197,9 +197,13 @@ class ZeroStage1(Sharded):
         self._spoiled = None
         self._partition()
         self.ranks.words = 5 + max(len(self.names), len(self.buckets))
-        with self.ranks.together("construction"):
-            self._claim()
         self._new_window()
+        try:
+            with self.ranks.together("construction"):
+                self._claim()
+        except BaseException:
+            self.close()  # the model is plain and whole again
+            raise
         self._built = True
 
     # --- end ---
@@ -257,6 +261,7 @@ class ZeroStage1(Sharded):
 
         return bucket.params[index].register_post_accumulate_grad_hook(take)
 
+    @offload.uninterrupted()
     @torch.no_grad()
     def _on_gradient(self, bucket, index):
         self._begin_backward()
@@ -265,6 +270,7 @@ class ZeroStage1(Sharded):
         if self._eager:
             self._reduce_ready()
 
+    @offload.uninterrupted()
     def backward(self, loss, gradient=None, scale_wrt_gas=True, retain_graph=False):
         """Scale the loss, by the loss scale and, managed and unless `scale_wrt_gas=False`, by
         1/gradient_accumulation_steps, and run backward. DeepSpeed: `engine.backward`.
@@ -330,6 +336,7 @@ class ZeroStage1(Sharded):
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._on_task_end)
 
+    @offload.uninterrupted()
     def _on_task_end(self):
         node = torch._C._current_autograd_node()
         if node is not None:  # a reentrant checkpoint's own run: the one around it goes on
@@ -338,6 +345,7 @@ class ZeroStage1(Sharded):
             self._end_backward()
 
     def _finish_backward(self):
+        self._abandon_forward()
         if self._open and not self._explicit:  # nobody called back
             self._end_backward(
                 RuntimeError(
@@ -438,6 +446,7 @@ class ZeroStage1(Sharded):
         """Micro-steps pending in this window: step() calls when managed, else backward calls."""
         return self._micro_steps if self.managed else self._calls
 
+    @offload.uninterrupted()
     @torch.no_grad()
     def finalize_gradient_accumulation_boundary(self):
         """The work that belongs to the end of a window: which parameters got a gradient on any
@@ -464,9 +473,10 @@ class ZeroStage1(Sharded):
             used = votes[:, 1:].any(dim=0).tolist()
             self._joint = {name for name, yes in zip(self.names, used, strict=True) if yes}
             self.global_grad_norm = math.sqrt(votes[:, 0].sum()) / self.loss_scale
-            self.tier.land()
+            self.tier.land(self._guard)
         self._finalized = True
 
+    @offload.uninterrupted()
     @torch.no_grad()
     def step(self, closure=None):
         """At a boundary, end the window and update. Returns the closure's loss, or None.
@@ -504,11 +514,11 @@ class ZeroStage1(Sharded):
         clip = self.clip / (self.global_grad_norm + 1e-6) if self.clip else 1.0
         try:
             with record_function("zero/update"):
-                self.tier.update(self._joint, min(clip, 1.0) / self.loss_scale, self.ranks.together)
+                self.tier.update(self._joint, min(clip, 1.0) / self.loss_scale, self._guard)
+            self._refresh_weights(self._joint)
         except BaseException as error:
             self._dead = f"an update failed half way ({type(error).__name__}: {error})"
             raise
-        self._refresh_weights(self._joint)
         self._applied = True
         self.global_steps += 1
         self.good_steps += 1
@@ -527,9 +537,11 @@ class ZeroStage1(Sharded):
                 "step skipped: gradient norm %s, loss scale %g -> %g", norm, old, self.loss_scale
             )
 
+    @offload.uninterrupted()
     def zero_grad(self, set_to_none=True):
         """Drop the window, wherever its sums live. Also the way on after a failed backward."""
         self._check_dropping()
+        self._abandon_forward()
         if self._open:  # a plain backward raised here, and the other ranks wait for its end
             with contextlib.suppress(RuntimeError):
                 self._end_backward(RuntimeError("backward was given up"))

@@ -269,9 +269,13 @@ class ZeroStage3(Sharded):
         self._spoiled = None
         self._partition()
         self.ranks.words = 5 + max(len(self.names), len(self.buckets))
-        with self.ranks.together("construction"):
-            self._claim()
         self._new_window()
+        try:
+            with self.ranks.together("construction"):
+                self._claim()
+        except BaseException:
+            self.close()  # the model is plain and whole again
+            raise
         self._built = True
 
     # --- end ---
@@ -347,8 +351,8 @@ class ZeroStage3(Sharded):
         return [(module, names) for module, names in units if names]
 
     def _claim(self):
-        self.tier.open()
-        self.weights.open()
+        self.tier.open(self.ranks.limit)
+        self.weights.open(self.ranks.limit)
 
     def _pieces(self):
         return [unit.buckets for unit in self.units]
@@ -367,9 +371,11 @@ class ZeroStage3(Sharded):
         del param.unit, param.zero, param.zero_name
 
     def _unbuild(self):
-        super()._unbuild()
-        self.weights.close()
-        self.units = []
+        try:
+            super()._unbuild()
+        finally:
+            self.weights.close()
+            self.units = []
 
     def memory(self):
         """Live bytes of this rank: {"device"|"host"|"nvme": {"params", "grads", "optimizer"}}."""
@@ -394,7 +400,9 @@ class ZeroStage3(Sharded):
                 me()._leave(entered.pop())
 
         # Compiled code stops here and goes on after: it must not trace what is not gathered yet.
-        enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+        enter, leave = (
+            torch.compiler.disable(offload.uninterrupted()(hook)) for hook in (enter, leave)
+        )
         before = module.register_forward_pre_hook(enter, prepend=unit is None)
         return [before, module.register_forward_hook(leave, always_call=True)]
 
@@ -419,6 +427,15 @@ class ZeroStage3(Sharded):
             self._saving.close()
             if not in_backward():
                 self._release_all()
+
+    def _abandon_forward(self):
+        # Modules call `leave` after an Exception, but not after an interrupt.
+        if self._depth:
+            self._saving.close()
+            self._depth = 0
+            for unit in self.units:
+                unit.users = 0
+            self._release_all()
 
     def _notes(self):
         # Autograd would keep the parameters that it saves for backward: it gets a note instead.
@@ -496,16 +513,26 @@ class ZeroStage3(Sharded):
             -1 if ahead is None else ahead.index,
             ready,
         ]
-        votes = self.ranks.agree("gather of parameters", mine)
-        wanted = [*mine[:2]]
+        wanted, error = mine[:2], self._fetch(mine[:2])
+        votes = self.ranks.agree("gather of parameters", mine, error)
         if (votes[:, :2] != votes[0, :2]).any():  # other orders on other ranks: serve all
             wanted = sorted({int(i) for i in votes[:, 0]})
+            self.ranks.agree("gather of parameters", error=self._fetch(wanted))
         for index in wanted:
             if index >= 0:
                 self._gather(self.units[index])
         while self._next < votes[:, 2].min():
             self._start_reduce(self.buckets[self._next])
             self._next += 1
+
+    def _fetch(self, wanted):
+        # Own slices come from a disk before the vote, so that all ranks hear if that fails.
+        try:
+            for bucket in itertools.chain(*(self.units[i].buckets for i in wanted if i >= 0)):
+                if bucket.flat is None:
+                    bucket.home.fetch()
+        except OSError as error:
+            return error
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -594,6 +621,7 @@ class ZeroStage3(Sharded):
 
         return bucket.params[index].register_post_accumulate_grad_hook(take)
 
+    @offload.uninterrupted()
     @torch.no_grad()
     def _on_gradient(self, bucket, index):
         self._begin_backward()
@@ -602,6 +630,7 @@ class ZeroStage3(Sharded):
         if self._eager:
             self._reduce_ready()
 
+    @offload.uninterrupted()
     def backward(self, loss, gradient=None, scale_wrt_gas=True, retain_graph=False):
         """Scale the loss, by the loss scale and, managed and unless `scale_wrt_gas=False`, by
         1/gradient_accumulation_steps, and run backward. DeepSpeed: `engine.backward`.
@@ -667,6 +696,7 @@ class ZeroStage3(Sharded):
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._on_task_end)
 
+    @offload.uninterrupted()
     def _on_task_end(self):
         node = torch._C._current_autograd_node()
         if node is not None:  # a reentrant checkpoint's own run: the one around it goes on
@@ -675,6 +705,7 @@ class ZeroStage3(Sharded):
             self._end_backward()
 
     def _finish_backward(self):
+        self._abandon_forward()
         if self._open and not self._explicit:  # nobody called back
             self._end_backward(
                 RuntimeError(
@@ -773,6 +804,7 @@ class ZeroStage3(Sharded):
         """Micro-steps pending in this window: step() calls when managed, else backward calls."""
         return self._micro_steps if self.managed else self._calls
 
+    @offload.uninterrupted()
     @torch.no_grad()
     def finalize_gradient_accumulation_boundary(self):
         """The work that belongs to the end of a window: which parameters got a gradient on any
@@ -799,9 +831,10 @@ class ZeroStage3(Sharded):
             used = votes[:, 1:].any(dim=0).tolist()
             self._joint = {name for name, yes in zip(self.names, used, strict=True) if yes}
             self.global_grad_norm = math.sqrt(votes[:, 0].sum()) / self.loss_scale
-            self.tier.land()
+            self.tier.land(self._guard)
         self._finalized = True
 
+    @offload.uninterrupted()
     @torch.no_grad()
     def step(self, closure=None):
         """At a boundary, end the window and update. Returns the closure's loss, or None.
@@ -839,11 +872,11 @@ class ZeroStage3(Sharded):
         clip = self.clip / (self.global_grad_norm + 1e-6) if self.clip else 1.0
         try:
             with record_function("zero/update"):
-                self.tier.update(self._joint, min(clip, 1.0) / self.loss_scale, self.ranks.together)
+                self.tier.update(self._joint, min(clip, 1.0) / self.loss_scale, self._guard)
+            self._refresh_weights(self._joint)
         except BaseException as error:
             self._dead = f"an update failed half way ({type(error).__name__}: {error})"
             raise
-        self._refresh_weights(self._joint)
         self._applied = True
         self.global_steps += 1
         self.good_steps += 1
@@ -862,9 +895,11 @@ class ZeroStage3(Sharded):
                 "step skipped: gradient norm %s, loss scale %g -> %g", norm, old, self.loss_scale
             )
 
+    @offload.uninterrupted()
     def zero_grad(self, set_to_none=True):
         """Drop the window, wherever its sums live. Also the way on after a failed backward."""
         self._check_dropping()
+        self._abandon_forward()
         if self._open:  # a plain backward raised here, and the other ranks wait for its end
             with contextlib.suppress(RuntimeError):
                 self._end_backward(RuntimeError("backward was given up"))

@@ -1,4 +1,4 @@
-"""The course's two pages for those who teach it and for those who read on are true of today's files.
+"""The course's page for those who read on is true of today's files.
 
 MAP.md: what it names exists, here and in PyTorch, and in DeepSpeed's source where that is installed
 (it is read, not imported); and no block, class or public method of a stage file is left out.

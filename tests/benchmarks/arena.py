@@ -4,6 +4,7 @@ On a shared machine the seconds of one minute do not compare with those of the n
 steps do, so a ratio here is the median of the ratios of neighbours.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -34,7 +35,8 @@ class Contender:
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }  # fmt: skip
         words = [str(HERE / "contender.py"), *shlex.split(line), "--size", size, "--folder", folder]
-        self.errors, self.ranks = [tempfile.TemporaryFile("w+") for _ in range(ranks)], []
+        self.ranks, self.open = [], contextlib.ExitStack()
+        self.errors = [self.open.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
         for rank in range(ranks):
             self.ranks.append(
                 subprocess.Popen(
@@ -78,6 +80,7 @@ class Contender:
             rank.wait()
             rank.stdin.close()
             rank.stdout.close()
+        self.open.close()
 
     @property
     def median(self):
