@@ -36,7 +36,9 @@ class Contender:
         }  # fmt: skip
         words = [str(HERE / "contender.py"), *shlex.split(line), "--size", size, "--folder", folder]
         self.ranks, self.open = [], contextlib.ExitStack()
-        self.errors = [self.open.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+        self.errors = [
+            self.open.enter_context(f) for f in map(tempfile.TemporaryFile, ["w+"] * ranks)
+        ]
         for rank in range(ranks):
             self.ranks.append(
                 subprocess.Popen(
