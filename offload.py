@@ -637,7 +637,7 @@ class Shard:
         self.tensor, self.tier = tensor, tier
         self.numel, self.dtype = tensor.numel(), tensor.dtype
         self.fresh = None  # new values that wait for `commit`
-        self.torn = False  # on disk, whether a `commit` is due for what was written there
+        self.torn = False  # on disk, whether it may hold parts of two steps
 
     def values(self):
         """The slice itself, (numel,)."""
@@ -738,8 +738,9 @@ class NvmeShard(Shard):
             write.wait()
 
     def commit(self, good=True):
-        """What was written is there already: after a failure, parts of two steps."""
-        self.torn = self.torn and not good
+        """What was written is there already: after a failure, here or elsewhere, the ranks have
+        parts of two steps."""
+        self.torn = not good
 
 
 class Weights:
@@ -785,7 +786,7 @@ class Weights:
             self.disk.close()
         if any(shard.torn for shard in self.shards):
             warnings.warn(
-                f"a write failed in {self.disk.path}/weights.bin: the model has weights of two "
+                f"an update of {self.disk.path}/weights.bin failed: the model may have weights of two "
                 "steps now; load a state that was saved before",
                 stacklevel=5,
             )
@@ -1360,6 +1361,8 @@ class Sharded(torch.optim.Optimizer):
         except BaseException as error:
             if writes:
                 self._dead = f"{doing} failed half way ({type(error).__name__}: {error})"
+                for bucket in self.every:
+                    bucket.home.commit(good=False)
             raise
 
     def add_param_group(self, param_group):

@@ -74,9 +74,9 @@ def tier(kind, folder, **settings):
 
 def build(stage, model, folder, optimizer=SGD, home="none", weights="none", settings=(), **options):
     """A stage's optimizer, its FP32 state at `home` and, in stage 3, slices of weights at
-    `weights`; `settings` are those of the state's Offload."""
+    `weights`, both with the same `settings`."""
     if weights != "none":
-        options["offload_param"] = tier(weights, folder)
+        options["offload_param"] = tier(weights, folder, **dict(settings))
     state = tier(home, folder, **dict(settings))
     return STAGES[stage](model, optimizer, offload_optimizer=state, **options)
 

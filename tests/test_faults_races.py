@@ -259,7 +259,7 @@ def held(least=1):
         "tensors": sum(storages(least)),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "resident": int(open("/proc/self/statm").read().split()[1]) * 4096,
+        "resident": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
     }
 
 
