@@ -912,6 +912,17 @@ class RanksDisagree(RuntimeError):
     """Ranks called different things, or one of them failed. Raised on every rank."""
 
 
+SPENT = []  # control groups of optimizers that are closed or gone
+
+
+def destroy_spent_groups():
+    """Called where all ranks have just met: a rank that is faster must not hang up on one that
+    still listens."""
+    while SPENT:
+        with contextlib.suppress(ValueError):  # destroyed already, with all others
+            dist.destroy_process_group(SPENT.pop())
+
+
 class Ranks:
     """This rank among the N of a process group: the two collectives of ZeRO, counted, and small
     agreements between CPUs, over a Gloo group of their own, that end in one error on every rank
@@ -931,7 +942,14 @@ class Ranks:
             self.limit = limit.total_seconds()  # that nobody waits longer than
             sub = len(members) < dist.get_world_size()
             self.control = dist.new_group(members, limit, "gloo", use_local_synchronization=sub)
+            destroy_spent_groups()
+            self._end = weakref.finalize(self, SPENT.append, self.control)
         self.words = 2  # of an exchange; the same on every rank
+
+    def close(self):
+        """No more agreements."""
+        if not self.simulated:
+            self._end()
 
     def _count(self, kind, nbytes):
         self.traffic[kind] += nbytes * (self.world - 1) // self.world  # the ring algorithm's share
@@ -1350,6 +1368,10 @@ class Sharded(torch.optim.Optimizer):
         # Of a forward that was interrupted, leave nothing.
         pass
 
+    def _abandon_all(self):
+        # The same of every use of parameters, on all ranks.
+        pass
+
     @contextlib.contextmanager
     def _guard(self, doing, writes=True):
         """Around what a disk may fail in: if it does on one rank, all ranks raise. What a failed
@@ -1521,8 +1543,8 @@ class Sharded(torch.optim.Optimizer):
     def _unbuild(self):
         for hook in self._hooks:
             hook.remove()
-        self._abandon_forward()
         try:
+            self._abandon_all()
             for buckets in self._pieces():
                 with self._whole(buckets):
                     params = list(itertools.chain(*(bucket.params for bucket in buckets)))
@@ -1546,6 +1568,7 @@ class Sharded(torch.optim.Optimizer):
                 self._settle()
             finally:
                 self._unbuild()
+                self.ranks.close()
 
     def __enter__(self):
         return self

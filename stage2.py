@@ -249,11 +249,12 @@ class ZeroStage2(Sharded):
 
     # --- same in every stage: gradients arrive ---
     def _hook(self, bucket, index):
-        me = weakref.ref(self)  # the model must not keep a forgotten optimizer alive
+        # The model, which keeps its hooks, must not keep a forgotten optimizer's state alive.
+        me, its = weakref.ref(self), weakref.ref(bucket)
 
         def take(param):
             if me() is not None:
-                me()._on_gradient(bucket, index)
+                me()._on_gradient(its(), index)
 
         return bucket.params[index].register_post_accumulate_grad_hook(take)
 

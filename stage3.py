@@ -151,7 +151,8 @@ class Released(Parameter):
             raise RuntimeError(
                 f"{used[0].zero_name} is sharded and its optimizer is gone: keep it, or close() it"
             )
-        with used[0].zero()._in_use({p.unit for p in used}):
+        zero = used[0].zero()
+        with zero._in_use({zero.units[p.unit] for p in used}):
             return func(*args, **(kwargs or {}))
 
     def refuse(self, what):
@@ -305,7 +306,7 @@ class ZeroStage3(Sharded):
                 )
                 for name, (param, piece) in zip(names, bucket.views(bucket.flat), strict=True):
                     piece.copy_(param.data)
-                    param.unit, param.zero, param.zero_name = unit, weakref.ref(self), name
+                    param.unit, param.zero, param.zero_name = unit.index, weakref.ref(self), name
                 self.ranks.broadcast(bucket.flat)
                 bucket.home = self.weights.shard(bucket.flat[bucket.mine])
                 bucket.versions = [p._version for p in bucket.params]
@@ -316,7 +317,7 @@ class ZeroStage3(Sharded):
                     self.buckets.insert(0, bucket)  # backward fills the last unit first
                     self._hooks += [self._hook(bucket, i) for i in range(len(names))]
             self._release(unit)
-            self._hooks += self._watch(module, unit)
+            self._hooks += self._watch(module, unit.index)
         for buffer in self.model.buffers():
             self.ranks.broadcast(buffer)
 
@@ -386,13 +387,13 @@ class ZeroStage3(Sharded):
 
     # Parameters come and go
 
-    def _watch(self, module, unit):
-        me, entered = weakref.ref(self), []
+    def _watch(self, module, index):
+        me, entered = weakref.ref(self), []  # weak as in `_hook`: no unit, but its index
 
         def enter(module, args):
             if me() is not None:
-                entered.append(unit)
-                me()._enter(unit)
+                entered.append(None if index is None else me().units[index])
+                me()._enter(entered[-1])
 
         def leave(module, args, output):
             # Called after an error as well, even one that came before `enter` had its turn.
@@ -403,7 +404,7 @@ class ZeroStage3(Sharded):
         enter, leave = (
             torch.compiler.disable(offload.uninterrupted()(hook)) for hook in (enter, leave)
         )
-        before = module.register_forward_pre_hook(enter, prepend=unit is None)
+        before = module.register_forward_pre_hook(enter, prepend=index is None)
         return [before, module.register_forward_hook(leave, always_call=True)]
 
     def _enter(self, unit):
@@ -437,6 +438,19 @@ class ZeroStage3(Sharded):
                 unit.users = 0
             self._release_all()
 
+    def _abandon_all(self):
+        # Interrupted ranks come here at different moments: one that is on its way still hears that
+        # another closes, in whatever vote it casts, gives up, and comes too.
+        self._abandon_forward()
+        for unit in self.units:
+            unit.users = 0
+        self._release_all()
+        closing = False
+        while not closing:
+            with contextlib.suppress(offload.RanksDisagree):
+                self.ranks.agree("close")
+                closing = True
+
     def _notes(self):
         # Autograd would keep the parameters that it saves for backward: it gets a note instead.
         # A checkpoint around us has such hooks too, and decides itself what is kept.
@@ -463,14 +477,16 @@ class ZeroStage3(Sharded):
     @contextlib.contextmanager
     def _in_use(self, units):
         """Gather units for something else than their own module's forward."""
-        for unit in sorted(units, key=lambda unit: unit.index):
-            unit.users += 1
-            self._need(unit)
+        entered = []
         try:
+            for unit in sorted(units, key=lambda unit: unit.index):
+                entered.append(unit)
+                unit.users += 1
+                self._need(unit)
             with self._notes():
                 yield
         finally:
-            for unit in units:
+            for unit in entered:
                 unit.users -= 1
                 if not unit.users and not self._depth and not in_backward():
                     self._release(unit)
@@ -613,11 +629,12 @@ class ZeroStage3(Sharded):
 
     # --- same in every stage: gradients arrive ---
     def _hook(self, bucket, index):
-        me = weakref.ref(self)  # the model must not keep a forgotten optimizer alive
+        # The model, which keeps its hooks, must not keep a forgotten optimizer's state alive.
+        me, its = weakref.ref(self), weakref.ref(bucket)
 
         def take(param):
             if me() is not None:
-                me()._on_gradient(bucket, index)
+                me()._on_gradient(its(), index)
 
         return bucket.params[index].register_post_accumulate_grad_hook(take)
 
