@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections import deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,13 +130,15 @@ class Event:
 
 
 def pretend_a_gpu():
-    """Every tensor is on it but those in memory that offload.py or nvme.py made for the host."""
-    host, init = set(), offload.Lanes.__init__
+    """Every tensor is on it but those in memory that offload.py or nvme.py made for the host; what
+    offload.py made is page-locked."""
+    host, pinned, init = set(), set(), offload.Lanes.__init__
 
-    def note(tensor):
+    def note(tensor, *kinds):
         storage = tensor.untyped_storage()
-        host.add(storage.data_ptr())
-        weakref.finalize(storage, host.discard, storage.data_ptr())
+        for kind in kinds:
+            kind.add(storage.data_ptr())
+            weakref.finalize(storage, kind.discard, storage.data_ptr())
         return tensor
 
     def new_init(lanes, device, pin):
@@ -144,13 +147,14 @@ def pretend_a_gpu():
 
     make_host, make_empty = offload.Lanes.host, nvme.empty
     offload.Lanes.__init__ = new_init
-    offload.Lanes.host = lambda *args: note(make_host(*args))
-    nvme.empty = lambda nbytes: note(make_empty(nbytes))
+    offload.Lanes.host = lambda *args: note(make_host(*args), host, pinned)
+    nvme.empty = lambda nbytes: note(make_empty(nbytes), host)
     torch.Tensor.is_cuda = property(lambda t: t.untyped_storage().data_ptr() not in host)
-    torch.Tensor.is_pinned = lambda t, *_: t.untyped_storage().data_ptr() in host
+    torch.Tensor.is_pinned = lambda t, *_: t.untyped_storage().data_ptr() in pinned
     torch.Tensor.record_stream = lambda *_: None
     torch.cuda.current_stream = lambda *_: None
     torch.cuda.stream = lambda stream: stream
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # a broadcast asks for it
 
 
 ACCUMULATE = [(s, home, w, "host") for s, home, w in EVERYWHERE]

@@ -915,7 +915,6 @@ SHARED = {
     "a view": lambda t: (t, t.view(-1)[:3]),
     "another shape": lambda t: (t, t.view(3, 2)),
     "overlapping parts": lambda t: (t.view(-1)[:4], t.view(-1)[2:]),
-    "separate parts of one memory": lambda t: (t.view(-1)[:3], t.view(-1)[3:]),
 }
 
 
@@ -930,6 +929,20 @@ def test_shared_memory_without_a_tie_is_refused(case, frozen):
 
     for message in refused("share memory", build):
         assert "one" in message and "two" in message
+
+
+def test_parameters_side_by_side_in_one_memory_are_two(stage):
+    """As an optimizer that nobody closed has left them."""
+
+    def work(rank, world):
+        model = Two()
+        memory = torch.cat([model.a.w.detach(), model.b.w.detach()])
+        model.a.w.data, model.b.w.data = memory[:5], memory[5:]
+        zero = sgd(stage, model)
+        advance(zero, model)
+        assert weights(zero) == {"a.w": [-1.0] * 5, "b.w": [-1.0] * 5}
+
+    run_ranks(work, 2)
 
 
 def test_a_buffer_that_shares_memory_with_a_parameter_is_refused_or_stays_right(stage):
