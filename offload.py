@@ -786,8 +786,8 @@ class Weights:
             self.disk.close()
         if any(shard.torn for shard in self.shards):
             warnings.warn(
-                f"an update of {self.disk.path}/weights.bin failed: the model may have weights of two "
-                "steps now; load a state that was saved before",
+                f"an update of {self.disk.path}/weights.bin failed: the model may have weights of "
+                "two steps now; load a state that was saved before",
                 stacklevel=5,
             )
         self.shards = []

@@ -7,7 +7,6 @@ import errno
 import os
 import resource
 import time
-import warnings
 
 import pytest
 import torch
