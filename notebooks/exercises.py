@@ -18,9 +18,12 @@ Read first: `cut`, `trial` (on a rank), `verdict` (in the notebook).
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
+import itertools
 import re
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable
@@ -126,13 +129,32 @@ def trial(name, answer):
         if function not in made:
             return wanted, {}, f"the cell defines no function {function}"
         owner = getattr(module, owner[0]) if owner else module
-        with replaced(owner, function, made[function]):
+        with replaced(owner, function, made[function]), ends():
             return wanted, ex.scenario(), ""
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         mine = [frame.lineno for frame in frames if frame.filename == "<your code>"]
         line = f" in line {mine[-1]} of your code" if mine else ""
         return wanted, {}, f"{type(error).__name__}{line}: {_plain(error)}"
+
+
+@contextlib.contextmanager
+def ends(limit=100_000):
+    """TimeoutError in an answer that runs more lines than `limit`: it has a loop without an end."""
+    count, old = itertools.count(), sys.gettrace()
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename != "<your code>":
+            return None
+        if next(count) > limit:
+            raise TimeoutError("a loop does not end")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(old)
 
 
 def _plain(error):
@@ -570,6 +592,123 @@ def _update():
     with tempfile.TemporaryDirectory() as folder, replaced(offload.Shard, "write", write):
         step(offload.Offload("nvme", folder))
     return facts | {"kept back until no disk can fail": kept_back}
+
+
+# ---- 06_nvme -------------------------------------------------------------------------------------
+
+
+def _begun_wrong(wanted, got, rank):
+    if not got:
+        return 'No read was begun: self._move("read", ...) starts one.'
+    if sorted(got) != got or got[0]:
+        return "Read the groups in the order in which they wait: the first is needed first."
+    if len(got) < len(wanted):
+        return "A buffer stays empty while the first group is updated: read into every free one."
+    return "Begin one read for each free buffer."
+
+
+def _ended_wrong(wanted, got, rank):
+    if got == "none":
+        return "Keep the transfer beside its group: who takes the group out has to wait for it."
+    return "Begin the reads here, and wait for none: the later ones go on during the update."
+
+
+@add(
+    "read_ahead",
+    notebook="06_nvme",
+    file="offload.py",
+    function="NvmeTier.visit",
+    first="while waiting and free",
+    last=" )",
+    why="`_move` only begins the read, and the transfer is kept: it is waited for below, when its "
+    "group is the oldest. Until then the disk reads beside the update. A buffer is taken out of "
+    "`free`, so no two groups get the same one, and it comes back when its write has ended. With "
+    "`read=False`, when the file is new, there is nothing to read.",
+    praise="Every free buffer is being filled, in order, and nobody has waited.",
+    explain={
+        "groups that got a buffer in use": "Two groups are in one buffer: take it out of `free`.",
+        "reads while the file is new": "With read=False nothing is to be read: keep False in place "
+        "of the transfer.",
+        "reads begun before the first update": _begun_wrong,
+        "rows read of each group": "A group has several rows, kinds[group]: read all of them.",
+        "reads ended before the first update": _ended_wrong,
+        "all in order": "Reads, updates and writes come in another order.",
+        "masters": "The masters after two steps differ.",
+        "error": "Each pass moves one group from `waiting` to `reading`, with a buffer out of "
+        "`free`, as long as there are both.",
+    },
+)
+def _read_ahead():
+    import tempfile
+
+    from course import replaced
+
+    import offload
+    import stage2
+
+    seen, rows, in_use, shared = [], [], set(), []
+
+    class Last:
+        """A transfer that moves its bytes as late as it may: when it is waited for."""
+
+        def __init__(self, what, buffer, begin):
+            self.what, self.buffer, self.begin = what, buffer, begin
+
+        def done(self):
+            return False
+
+        def wait(self):
+            seen.append(f"{self.what} ended")
+            self.begin().wait()
+            if self.what.startswith("write"):
+                in_use.discard(self.buffer.data_ptr())
+
+    def number(group):
+        return group.partition.groups.index(group)
+
+    def move(tier, direction, group, buffer, kinds, call=offload.NvmeTier._move):
+        seen.append(f"{direction} {number(group)}")
+        if direction == "read":
+            rows.append(len(kinds))
+            if buffer.data_ptr() in in_use:
+                shared.append(number(group))
+            in_use.add(buffer.data_ptr())
+        return Last(seen[-1], buffer, lambda: call(tier, direction, group, buffer, kinds))
+
+    def step(group, *args, call=offload.Group.step):
+        seen.append(f"update {number(group)}")
+        call(group, *args)
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 20, bias=False)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(replaced(offload.NvmeTier, "_move", move))
+        stack.enter_context(replaced(offload.Group, "step", step))
+        nvme = offload.Offload("nvme", folder, sub_group_size=80, buffer_count=3)
+        options = {"managed_gradient_accumulation": False, "offload_optimizer": nvme}
+        zero = stack.enter_context(stage2.ZeroStage2(model, **options))
+        early = sum(what.startswith("read") for what in seen)
+        for _ in range(2):
+            for kept in (seen, rows, in_use, shared):
+                kept.clear()
+            zero.backward(model(torch.ones(2, 40)).square().mean())
+            zero.step()
+        story = list(seen)
+        first = story[: story.index("update 0")]
+        begun = [int(what.split()[1]) for what in first if re.fullmatch(r"read \d+", what)]
+        return {
+            "groups that got a buffer in use": list(shared),
+            "reads while the file is new": early,
+            "reads begun before the first update": begun,
+            "rows read of each group": list(rows),
+            "reads ended before the first update": ", ".join(
+                what.split()[1] for what in first if re.fullmatch(r"read \d+ ended", what)
+            )
+            or "none",
+            "all in order": ", ".join(story),
+            "masters": [part.read()[offload.MASTER] for part in zero.tier.partitions],
+        }
 
 
 # ---- 07_break_it ---------------------------------------------------------------------------------
