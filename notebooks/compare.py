@@ -128,9 +128,10 @@ def run_plain(args):
     }, params
 
 
-def run_all(options, say):
-    """The results of DDP and of every configuration, each with its distance from DDP."""
-    lines = list(configurations(options))
+def run_all(options, say, only=lambda args: True):
+    """The results of DDP and of every configuration, or `only` some, each with its distance from
+    DDP."""
+    lines = [args for args in configurations(options) if only(args)]
     torch.manual_seed(options.seed)
     start = dict(demo.Transformer().named_parameters())
     plain = argparse.Namespace(**{**vars(lines[0]), "mode": "unmanaged"})  # the loop divides

@@ -708,7 +708,8 @@ def bars(
         ax.bar(range(len(groups)), heights, 0.6, base, label=part, **style)
         base = [a + b for a, b in zip(base, heights, strict=True)]
     for x, total in enumerate(base):
-        ax.text(x, total, label.format(total), ha="center", va="bottom")
+        above = {"xytext": (0, 2), "textcoords": "offset points"}
+        ax.annotate(label.format(total), (x, total), ha="center", va="bottom", **above)
     ax.set_xticks(range(len(groups)), groups)
     ax.set_ylabel(unit)
     ax.set_ylim(0, max(base) * 1.12)
@@ -718,6 +719,40 @@ def bars(
         ax.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
     if own:
         plt.show()
+
+
+def stacks(groups, panels, unit="bytes per parameter", title=""):
+    """Stacked bars that lie, in panels beside each other, on one scale. groups: names at the left,
+    from the top; panels: {title: {part: [a value for each group]}}."""
+    import matplotlib.pyplot as plt
+
+    size = {"ncols": len(panels), "sharey": True, "sharex": True}
+    fig, axes = figure(9.0, 1.5 + 0.27 * len(groups), **size)
+    for ax, (name, parts) in zip(axes, panels.items(), strict=True):
+        left = [0.0] * len(groups)
+        for fill, hatch, (part, widths) in zip(FILLS, HATCHES, parts.items(), strict=False):
+            style = {"color": fill, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6}
+            ax.barh(range(len(groups)), widths, 0.65, left, label=part, **style)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        for y, total in enumerate(left):
+            if total:
+                beside = {"xytext": (3, 0), "textcoords": "offset points", "fontsize": 10}
+                ax.annotate(f"{total:.3g}", (total, y), va="center", **beside)
+        ax.set_title(name, loc="left")
+        ax.set_xlabel(unit)
+    axes[0].set_xlim(0, 1.22 * max(ax.dataLim.x1 for ax in axes))
+    axes[0].set_yticks(range(len(groups)), groups)
+    axes[0].set_ylim(len(groups) - 0.5, -0.5)
+    style = {"handlelength": 1.4, "fontsize": 10, "columnspacing": 1.2}
+    if len({tuple(parts) for parts in panels.values()}) == 1:
+        handles = axes[0].get_legend_handles_labels()
+        fig.legend(*handles, loc="outside lower center", ncols=len(handles[1]), **style)
+    else:
+        for ax, parts in zip(axes, panels.values(), strict=True):
+            place = {"loc": "upper left", "bbox_to_anchor": (-0.03, -0.14)}
+            ax.legend(ncols=len(parts), **place, **style)
+    fig.suptitle(title, x=0.01, ha="left", fontsize=12)
+    plt.show()
 
 
 def save_trace(logs, path):

@@ -729,6 +729,103 @@ for _name, _mistake in MISTAKES.items():
     )
 
 
+# ---- 08_compare ----------------------------------------------------------------------------------
+
+_PLACES = {  # what is asked for: (stage, offload, offload_param, dtype)
+    "FP32, all on the device": (2, "none", "none", "float32"),
+    "bf16, all on the device": (2, "none", "none", "bfloat16"),
+    "FP32, state on the host": (2, "cpu", "none", "float32"),
+    "FP32, state and weights on the host": (3, "cpu", "cpu", "float32"),
+    "FP32, state and weights on disk": (3, "nvme", "nvme", "float32"),
+}
+
+
+def _state_wrong(place):
+    def told(wanted, got, rank):
+        if place == "FP32, all on the device":
+            return "FP32 weights in the same memory are their own master: two moments are left."
+        if place == "bf16, all on the device":
+            return "A bf16 weight cannot be its own master: 4 bytes of FP32 master come on top."
+        if place == "FP32, state on the host":
+            return "The weights are elsewhere, so the host keeps a master of its own: 4 + 8 bytes."
+        if place == "FP32, state and weights on disk":
+            return "On disk the master has a place of its own, whatever lies beside it."
+        return "Weights and state are both in host memory, and FP32: one of them serves as both."
+
+    return told
+
+
+def _gathers_wrong(wanted, got, rank):
+    if got * 2 == wanted:
+        return "Stage 3 gathers for each forward and again for each backward."
+    return "Stage 3 gathers in each of the m micro-batches, twice."
+
+
+def _crosses_wrong(wanted, got, rank):
+    if wanted:
+        return "State is updated on one side, weights live on the other: the fresh slice crosses."
+    return "State and weights are both on the device: nothing crosses after the update."
+
+
+@add(
+    "formulas",
+    notebook="08_compare",
+    file="notebooks/demo.py",
+    function="formulas",
+    first="# Adam's two moments",
+    last="crosses = ",
+    why="`state`: Adam's moments are 8 bytes, and a master 4 more, unless FP32 weights lie in the "
+    "same memory and are their own. A file keeps a master all the same. `sums`: stage 1 reduces "
+    "once a window, the others on every backward. `gathers`: stage 3 alone gathers for computing; "
+    "what is still there is not gathered again, hence `<=`. `crosses`: weights cross once, if "
+    "they are updated on one side and used on the other; disk counts as the host's side.",
+    praise="That is the whole matrix: what each stage and place holds and moves.",
+    explain={
+        "error": "Set state, sums, gathers and crosses, all of them texts.",
+        "are texts": 'state, sums, gathers and crosses are texts such as "12*P/N".',
+        **{f"state: {place}": _state_wrong(place) for place in _PLACES},
+        "sums: stage 1": "Stage 1 adds up on each rank and reduces once a window: no m.",
+        "sums: stage 2": "Stage 2 reduces on every backward: m times.",
+        "sums: stage 3": "Stage 3 reduces on every backward, as stage 2 does.",
+        "gathers: stage 1": "Stages 1 and 2 gather the weights once, after the step.",
+        "gathers: stage 2": "Stages 1 and 2 gather the weights once, after the step.",
+        "gathers: stage 3": _gathers_wrong,
+        "gathers: stage 3 at most": "A unit that is still there is not gathered again: begin with "
+        '"<= ", or the measured bytes, which are less, would count as broken.',
+        "crosses: state on the host": _crosses_wrong,
+        "crosses: state on disk": _crosses_wrong,
+        "crosses: all on the device": _crosses_wrong,
+        "crosses: weights on the host": _crosses_wrong,
+    },
+)
+def _formulas():
+    from notebooks import demo
+
+    def of(stage, home="none", weights="none", dtype="float32"):
+        args = demo.arguments(stage, ["--offload", home, "--device", "cpu", "--dtype", dtype])
+        args.offload_param = weights
+        held, moved = demo.formulas(args)
+        return {**{k: str(v) for k, v in held.items()}, **moved}
+
+    def value(text):
+        return eval(text.removeprefix("<= "), {"P": 1200, "N": 4, "e": 4, "m": 3})
+
+    tiers = {"none": "device", "cpu": "host", "nvme": "nvme"}
+    facts = {"are texts": not any("Ellipsis" in text for text in of(2).values())}
+    for place, args in _PLACES.items():
+        facts[f"state: {place}"] = value(of(*args)[f"{tiers[args[1]]} optimizer"])
+    for stage in (1, 2, 3):
+        facts[f"sums: stage {stage}"] = value(of(stage)["reduce_scatter"])
+    for stage in (1, 2, 3):
+        facts[f"gathers: stage {stage}"] = value(of(stage)["all_gather"])
+    facts["gathers: stage 3 at most"] = of(3)["all_gather"].startswith("<= ")
+    facts["crosses: state on the host"] = value(of(2, "cpu")["host_to_device"])
+    facts["crosses: state on disk"] = value(of(3, "nvme")["host_to_device"])
+    facts["crosses: all on the device"] = value(of(2)["host_to_device"])
+    facts["crosses: weights on the host"] = value(of(3, "none", "cpu")["device_to_host"])
+    return facts
+
+
 # ---- 09_scale ------------------------------------------------------------------------------------
 
 
