@@ -781,8 +781,7 @@ def _crosses_wrong(wanted, got, rank):
     "they are updated on one side and used on the other; disk counts as the host's side.",
     praise="That is the whole matrix: what each stage and place holds and moves.",
     explain={
-        "error": "Set state, sums, gathers and crosses, all of them texts.",
-        "are texts": 'state, sums, gathers and crosses are texts such as "12*P/N".',
+        "error": 'Set state, sums, gathers and crosses to texts such as "12*P/N".',
         **{f"state: {place}": _state_wrong(place) for place in _PLACES},
         "sums: stage 1": "Stage 1 adds up on each rank and reduces once a window: no m.",
         "sums: stage 2": "Stage 2 reduces on every backward: m times.",
@@ -805,13 +804,13 @@ def _formulas():
         args = demo.arguments(stage, ["--offload", home, "--device", "cpu", "--dtype", dtype])
         args.offload_param = weights
         held, moved = demo.formulas(args)
-        return {**{k: str(v) for k, v in held.items()}, **moved}
+        return held | moved
 
     def value(text):
         return eval(text.removeprefix("<= "), {"P": 1200, "N": 4, "e": 4, "m": 3})
 
     tiers = {"none": "device", "cpu": "host", "nvme": "nvme"}
-    facts = {"are texts": not any("Ellipsis" in text for text in of(2).values())}
+    facts = {}
     for place, args in _PLACES.items():
         facts[f"state: {place}"] = value(of(*args)[f"{tiers[args[1]]} optimizer"])
     for stage in (1, 2, 3):
