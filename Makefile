@@ -65,6 +65,12 @@ demo: $(VENV)/.run ## train with every stage, offload and mode on two ranks, and
 test: $(VENV)/.dev ## run the whole test suite
 	@$(RUN) -m pytest -q
 
+.PHONY: soak
+soak: $(VENV)/.dev ## the tests of faults at full length, hours; what they tried goes to runs/soak.txt
+	@mkdir -p runs && rm -f runs/soak.txt
+	@SOAK=$(CURDIR)/runs/soak.txt $(RUN) -m pytest -q tests/test_faults_disk.py \
+		tests/test_faults_processes.py tests/test_faults_races.py
+
 .PHONY: mutations
 mutations: $(VENV)/.dev ## plant faults in copies of the source: the suite has to fail for each
 	@$(RUN) tests/mutations.py

@@ -1,13 +1,15 @@
-"""The course's page for those who read on is true of today's files.
+"""The course's pages for those who read on and for those who teach are true of today's files.
 
 MAP.md: what it names exists, here and in PyTorch, and in DeepSpeed's source where that is installed
 (it is read, not imported); and no block, class or public method of a stage file is left out.
+TEACHING.md: every notebook with its minutes, cuts that fit their time, sections that exist.
 """
 
 import ast
 import contextlib
 import importlib
 import importlib.util
+import json
 import re
 import warnings
 from pathlib import Path
@@ -118,3 +120,41 @@ def test_deepspeeds_side_exists():
     missing = [n for n in found if n.split(".")[1] not in inside.get(n.split(".")[0], ())]
     assert not missing
     assert {n.split(".")[0] for n in found} == set(table), "a file in the table is not used"
+
+
+# ---- TEACHING.md ---------------------------------------------------------------------------------
+
+TEACHING = (ROOT / "notebooks/TEACHING.md").read_text()
+COURSE = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+
+
+def prose(path):
+    """All text of a notebook."""
+    cells = json.loads(path.read_text())["cells"]
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def rows_of(title):
+    """The rows of the table below a heading of TEACHING.md, without its head."""
+    text = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", TEACHING, re.M | re.S)[1]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[2:]]
+
+
+def test_the_teacher_sees_every_notebook_with_its_minutes():
+    minutes = {p.stem: re.search(r"\*\*Time:\*\* (\d+) minutes", prose(p))[1] for p in COURSE}
+    assert len(COURSE) == 10
+    assert {row[0].strip("`"): row[1] for row in rows_of("Order")} == minutes
+
+
+@pytest.mark.parametrize(("title", "most"), [("One hour", 60), ("Three hours", 180)])
+def test_a_cut_fits_its_time_and_cites_what_there_is(title, most):
+    rows = rows_of(title)
+    assert most - 10 <= sum(int(minutes) for minutes, _ in rows) <= most
+    for _, what in rows:
+        named = re.findall(r"`(\d\d_\w+)`", what)
+        assert set(named) <= {path.stem for path in COURSE}
+        for section in re.findall(r'"([^"]+)"', what):
+            assert re.search(
+                rf"^## (\d+\. )?{section}$", prose(ROOT / f"notebooks/{named[0]}.ipynb"), re.M
+            )
