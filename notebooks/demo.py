@@ -156,7 +156,7 @@ def formulas(args):
     """What a rank holds after a step, and what it moves in one, as expressions in P parameters
     (padded), N ranks, e bytes of a weight, m backward calls.
 
-    `<=`: gathered for each forward and each backward, unless it is still there.
+    `<=`: gathered for each forward and each backward that needs weights (an embedding's does not).
     """
     tiers = {"none": "device", "cpu": "host", "nvme": "nvme"}
     home, weights, stage = tiers[args.offload], tiers[args.offload_param], args.stage

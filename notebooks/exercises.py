@@ -777,8 +777,8 @@ def _crosses_wrong(wanted, got, rank):
     why="`state`: Adam's moments are 8 bytes, and a master 4 more, unless FP32 weights lie in the "
     "same memory and are their own. A file keeps a master all the same. `sums`: stage 1 reduces "
     "once a window, the others on every backward. `gathers`: stage 3 alone gathers for computing; "
-    "what is still there is not gathered again, hence `<=`. `crosses`: weights cross once, if "
-    "they are updated on one side and used on the other; disk counts as the host's side.",
+    "an embedding's backward needs no weights, hence `<=`. `crosses`: weights cross once, if they "
+    "are updated on one side and used on the other; disk counts as the host's side.",
     praise="That is the whole matrix: what each stage and place holds and moves.",
     explain={
         "error": 'Set state, sums, gathers and crosses to texts such as "12*P/N".',
@@ -789,7 +789,7 @@ def _crosses_wrong(wanted, got, rank):
         "gathers: stage 1": "Stages 1 and 2 gather the weights once, after the step.",
         "gathers: stage 2": "Stages 1 and 2 gather the weights once, after the step.",
         "gathers: stage 3": _gathers_wrong,
-        "gathers: stage 3 at most": "A unit that is still there is not gathered again: begin with "
+        "gathers: stage 3 at most": "An embedding's backward needs no weights: begin with "
         '"<= ", or the measured bytes, which are less, would count as broken.',
         "crosses: state on the host": _crosses_wrong,
         "crosses: state on disk": _crosses_wrong,

@@ -78,7 +78,7 @@ WRONG = [
     ("formulas", r'"m\*4\*P"', '"4*P"', "on every backward: m times"),
     ("formulas", r'"4\*P", ""', '"m*4*P", ""', "once a window: no m"),
     ("formulas", r"2\*m\*", "m*", "again for each backward"),
-    ("formulas", r"<= 2\*m", "2*m", "is not gathered again"),
+    ("formulas", r"<= 2\*m", "2*m", "backward needs no weights"),
     ("formulas", r' if stage == 3 else ""', "", "once, after the step"),
     ("formulas", r'"0" if .* else "P\*e/N"', '"0"', "the fresh slice crosses"),
     ("formulas", r'"0" if .* else "P\*e/N"', '"P*e/N"', "nothing crosses after"),

@@ -2,7 +2,8 @@
 
 MAP.md: what it names exists, here and in PyTorch, and in DeepSpeed's source where that is installed
 (it is read, not imported); and no block, class or public method of a stage file is left out.
-TEACHING.md: every notebook with its minutes, cuts that fit their time, sections that exist.
+TEACHING.md: every notebook with its minutes, cuts that fit their time, sections that exist, and an
+answer to every prediction.
 """
 
 import ast
@@ -155,6 +156,35 @@ def test_a_cut_fits_its_time_and_cites_what_there_is(title, most):
         named = re.findall(r"`(\d\d_\w+)`", what)
         assert set(named) <= {path.stem for path in COURSE}
         for section in re.findall(r'"([^"]+)"', what):
-            assert re.search(
-                rf"^## (\d+\. )?{section}$", prose(ROOT / f"notebooks/{named[0]}.ipynb"), re.M
-            )
+            assert section in parts(ROOT / f"notebooks/{named[0]}.ipynb")
+
+
+def parts(path):
+    """{heading without its number: the text below it} of a notebook."""
+    found = re.split(r"^## (?:\d+\. )?(.+)$", prose(path), flags=re.M)
+    return dict(zip(found[1::2], found[2::2], strict=True))
+
+
+@pytest.mark.parametrize("path", COURSE, ids=lambda path: path.stem)
+def test_the_teacher_has_an_answer_to_every_prediction_and_exercise(path):
+    text = re.search(rf"^### {path.stem}\n(.*?)(?=^##|\Z)", TEACHING, re.M | re.S)[1]
+    rows = re.findall(r'^\| "(.+?)" \| (.+?) \| (.+) \|$', text, re.M)
+    named, there = [row[0] for row in rows], parts(path)
+    assert [title for title in there if title in named] == named, "not there, or in another order"
+    asked = [title for title, below in there.items() if "**Predict" in below]
+    assert set(asked) | ({"Exercise"} & {*there}) <= set(named)
+    cells = json.loads(path.read_text())["cells"]
+    exercises = {c["metadata"]["exercise"] for c in cells if "exercise" in c["metadata"]}
+    told = {row[1].strip("`") for row in rows if row[0] == "Exercise"}
+    assert path.stem == "07_break_it" or exercises == told
+
+
+def test_what_the_teacher_page_links_to_and_cites_exists():
+    for link in re.findall(r"\]\((.+?)\)", TEACHING):
+        assert (ROOT / "notebooks" / link.split("#")[0]).exists(), link
+    assert set(re.findall(r"`(\d\d_\w+)`", TEACHING)) == {path.stem for path in COURSE}
+    short = set(re.findall(r"`(\d\d)`", TEACHING))
+    assert short <= {path.stem[:2] for path in COURSE}
+    titles = {title for path in COURSE for title in parts(path)}
+    for title in re.findall(r'section "(.+?)"', TEACHING):
+        assert title in titles
