@@ -94,7 +94,7 @@ WRONG = [
 def outcomes():
     """{what: "" or what is wrong with it}."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", __file__], capture_output=True, text=True, timeout=300
+        [sys.executable, "-W", "error", __file__], capture_output=True, text=True, timeout=900
     )
     assert not done.stderr, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
