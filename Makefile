@@ -66,7 +66,7 @@ test: $(VENV)/.dev ## run the whole test suite
 	@$(RUN) -m pytest -q
 
 .PHONY: soak
-soak: $(VENV)/.dev ## the tests of faults at full length, hours; what they tried goes to runs/soak.txt
+soak: $(VENV)/.dev ## the tests of faults, much longer; what they tried goes to runs/soak.txt
 	@mkdir -p runs && rm -f runs/soak.txt
 	@SOAK=$(CURDIR)/runs/soak.txt $(RUN) -m pytest -q tests/test_faults_disk.py \
 		tests/test_faults_processes.py tests/test_faults_races.py

@@ -17,6 +17,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+COMPILED = Path(sys.prefix) / "deepspeed-ops"  # what DeepSpeed compiles, kept for the next run
+
+
+def unlock():
+    """Take the locks off what a killed run was compiling: who finds one waits for it for ever."""
+    for lock in COMPILED.glob("*/lock"):
+        lock.unlink()
 
 
 class Contender:
@@ -32,6 +39,7 @@ class Contender:
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "LOCAL_SIZE": str(ranks), "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore",
+            "TORCH_EXTENSIONS_DIR": str(COMPILED),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }  # fmt: skip
         words = [str(HERE / "contender.py"), *shlex.split(line), "--size", size, "--folder", folder]

@@ -256,6 +256,7 @@ def main():
     """Every part that is asked for."""
     args, report, why = parse(), Report(), can_run_deepspeed()
     os.makedirs(args.folder, exist_ok=True)
+    arena.unlock()
     if why:
         print(f"DeepSpeed is skipped: {why}")
     for name, lines in RUNS.items():

@@ -64,7 +64,7 @@ def floor(numel):
     return {n: t * numel / piece for n, t in (("down", down), ("update", update), ("up", up))}
 
 
-def ours(args, stage, offload, **options):
+def ours(args, stage, offload):
     """(what takes backward(loss) and step(), the model)."""
     model = build(args)
     zero = STAGES[stage](
@@ -74,7 +74,6 @@ def ours(args, stage, offload, **options):
         offload_optimizer=offload,
         reduce_bucket_size=args.bucket,
         lr=1e-4,
-        **options,
     )
     return zero, model
 
